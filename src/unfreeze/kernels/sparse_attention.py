@@ -1,4 +1,4 @@
-"""Sparse attention: a small indexer scores all earlier tokens of a document, attention sees the best K of them.
+"""Sparse attention: an indexer scores all earlier tokens of a document, and attention sees the best K.
 
     I[t, s] = Σ_j w[t, j] · relu(scale · q[t, j]·k[s])       j the indexer's heads, which share their keys
     S_t     = the K keys s <= t of t's document with the highest I[t, s]; all of them while there are no more
@@ -14,8 +14,8 @@ The indexer is trained to follow attention, which does not depend on it otherwis
 Source: DeepSeek-V3.2, arXiv:2512.02556, 2.1. Their index runs in FP8 behind a Hadamard rotation, which leaves
 products as they are; here it runs in the computation's dtype.
 
-T tokens, L of a document, H attention heads, J indexer heads, i their width, K keys of a query, n queries and N
-keys of a block, d and v widths.
+T tokens, L of a document, H attention heads, J indexer heads, i their width, K keys of a query, n queries and
+N keys of a block, d and v widths.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def index_scores(q_nJi: Tensor, w_nJ: Tensor, k_Ni: Tensor, scale: float) -> Ten
 def select(index: Index, layout: DocumentLayout, keys: int) -> Tensor:
     """The places in its document that each token sees, int32 [T, K].
 
-    None lies behind the token; one that has fewer than K before it has itself several times. Rows of documents
-    of at most K = `keys` tokens are zeros, and nobody reads them.
+    None lies behind the token; one that has fewer than K before it has itself several times. Rows of
+    documents of at most K = `keys` tokens are zeros, and nobody reads them.
     """
     chosen_TK = index.k_Ti.new_zeros((len(index.k_Ti), keys), dtype=torch.int32)
     for rows in layout.beyond(keys).longer:
@@ -87,8 +87,8 @@ def attend_selected(
     apart = layout.beyond(chosen_TK.shape[1])
     outputs: list[Tensor] = []
     if apart.shorter is not None and apart.rows_N is not None:
-        parts = (x.index_select(0, apart.rows_N) for x in (q_THd, k_THd, v_THv))
-        outputs.append(packed_attention(*parts, apart.shorter, scale, reuse=reuse))
+        q, k, v = (x.index_select(0, apart.rows_N) for x in (q_THd, k_THd, v_THv))
+        outputs.append(packed_attention(q, k, v, apart.shorter, scale, reuse=reuse))
     for rows in apart.longer:
         # some heads at a time, so that the scores of a block stay small
         each = heads_at_once(rows.stop - rows.start)
@@ -109,7 +109,7 @@ def heads_at_once(length: int) -> int:
 
 
 def selected_bytes(heads: int, width: int, value_width: int, keys: int, *, tokens: int, length: int) -> int:
-    """Bytes that sparse attention adds for documents of `length`: the chosen keys, and a block's workspace."""
+    """Bytes that sparse attention adds for documents of `length`: chosen keys, and a block's workspace."""
     few = min(heads, heads_at_once(length))
     block = scratch_bytes(few, few, width, value_width, tokens=length, length=length, window=None)
     return 4 * tokens * keys + block

@@ -40,7 +40,6 @@ ABSENT = {
         for name, value in deepseek_v3.FIELDS.absent.items()
         if name not in ("rope_interleave", "num_nextn_predict_layers")
     },
-    "vocab_size": 129280,
     "max_position_embeddings": 163840,
     "n_routed_experts": 256,
     "moe_intermediate_size": 2048,
@@ -75,7 +74,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
     width, rotary = int(config["index_head_dim"]), int(config["qk_rope_head_dim"])
     if width < rotary:
         raise CheckpointError(
-            f"config.json: index_head_dim {width:,} is less than qk_rope_head_dim {rotary:,}, its rotary part",
+            f"config.json: index_head_dim {width:,} is less than qk_rope_head_dim {rotary:,}, which rotates",
             next="get config.json from the model's publisher again",
         )
     sizes = deepseek_v3.shape({"num_nextn_predict_layers": 0, "rope_interleave": True, **config})
@@ -88,8 +87,8 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`."""
     from unfreeze.models.blocks.sparse import SparseMLA
 
-    parts = {"chosen_keys": int(shape.config["index_topk"]), "indexer": indexer(shape, index, make, "halves")}
-    attention = deepseek_v3.attention(shape, index, make, SparseMLA, **parts)
+    chooses, keys = indexer(shape, index, make, "halves"), int(shape.config["index_topk"])
+    attention = deepseek_v3.attention(shape, index, make, SparseMLA, indexer=chooses, chosen_keys=keys)
     return llama.block(shape, attention, deepseek_v3.mlp(shape, index, make, deepseek_v3.router), make)
 
 

@@ -1,4 +1,4 @@
-"""GLM-5: DeepSeek-V3.2's attention; its indexer rotates adjacent pairs, and layers may share a choice (GLM-5.2).
+"""GLM-5: DeepSeek-V3.2's attention. Its indexer rotates adjacent pairs; in GLM-5.2 layers share a choice.
 
 Source: arXiv:2602.15763; for shared choices arXiv:2603.12201; transformers 5.23, models/glm_moe_dsa.
 """
@@ -13,7 +13,7 @@ from unfreeze.core.errors import CheckpointError
 from unfreeze.models import deepseek_v3, deepseek_v32, llama
 from unfreeze.models.allowed import Config, Fields, names
 from unfreeze.models.fields import shown
-from unfreeze.models.shape import Shape
+from unfreeze.models.shape import Shape, require
 
 if TYPE_CHECKING:
     from unfreeze.models.factory import Factory
@@ -49,13 +49,13 @@ def indexer_types(config: Config) -> list[str]:
     """For each layer "full" (its indexer chooses) or "shared" (it uses the last full layer's choice).
 
     From indexer_types, else index_topk_pattern ("FSSF", or such a list), else index_topk_freq and
-    index_skip_topk_offset. Raises CheckpointError for another entry, a wrong number of them, and a first layer
-    that is shared.
+    index_skip_topk_offset. Raises CheckpointError for another entry, a wrong number of them, and a shared
+    layer at the beginning.
     """
-    layers = int(config["num_hidden_layers"])
+    layers = int(require(config, "num_hidden_layers"))
     name = "indexer_types" if "indexer_types" in config else "index_topk_pattern"
     if name in config:
-        kinds = [LETTERS.get(kind, kind) for kind in config[name]]
+        kinds = [LETTERS[kind] if kind in ("F", "S") else kind for kind in config[name]]
     else:
         freq = max(int(config.get("index_topk_freq", 1)), 1)
         offset = int(config.get("index_skip_topk_offset", 2))

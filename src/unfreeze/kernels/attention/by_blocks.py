@@ -107,7 +107,9 @@ class _ByBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_backward(grad, *ctx.saved_tensors, ctx.scores), None, None, None)
+        q, k, v, sinks_H, chosen_SLK, o, lse = ctx.saved_tensors
+        dparts = _backward(grad, q, k, v, sinks_H, chosen_SLK, o, lse, ctx.scores)
+        return (*dparts, None, None, None)
 
 
 def _forward(

@@ -24,7 +24,7 @@ from unfreeze.models.blocks.recording import CannotRecord, Recording
 
 
 class Indexer(Block):
-    """The indexer: queries wq_b(query latent), one key norm(wk(x)), weights of its heads weights_proj(x) / √J.
+    """Queries wq_b(query latent), one key norm(wk(x)), and weights of the heads, weights_proj(x) / √J.
 
     Its parameters are frozen; `train_indexers` (models/indexers.py) changes that. Its inputs are constants to
     it: no gradient goes through it into the rest of the model.
@@ -42,7 +42,8 @@ class Indexer(Block):
         weights_proj: Linear,
     ):
         super().__init__()
-        self.heads, self.rope, self.pairs = heads, rope, pairs
+        self.heads, self.rope = heads, rope
+        self.pairs: Pairing = pairs
         self.wq_b, self.wk, self.k_norm, self.weights_proj = wq_b, wk, k_norm, weights_proj
         self.requires_grad_(False)
 
@@ -67,7 +68,7 @@ class Indexer(Block):
 
 
 class SparseMLA(MLA):
-    """MLA in which a token sees the K keys that its layer's indexer chose, or those that an earlier layer's did.
+    """MLA in which a token sees K keys: those that the layer's indexer chose, or that of an earlier layer.
 
     follows   the layer whose choice is used; None: this layer's `indexer` chooses
     followed  True if later layers use this layer's choice

@@ -1,0 +1,38 @@
+"""Which indexers of a model train (blocks/sparse.py). They are frozen unless somebody asks."""
+
+from __future__ import annotations
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.models.blocks.sparse import Indexer, SparseMLA
+from unfreeze.models.decoder import Decoder
+
+
+def indexers(model: Decoder) -> dict[int, Indexer]:
+    """Layer index -> its indexer. Layers that use an earlier layer's choice have none."""
+    attentions = {index: layer.self_attn for index, layer in enumerate(model.layers)}
+    return {
+        index: attention.indexer
+        for index, attention in attentions.items()
+        if isinstance(attention, SparseMLA) and attention.indexer is not None
+    }
+
+
+def trained_indexers(model: Decoder) -> list[int]:
+    """Layers whose indexer has a weight or an adapter that trains."""
+    return [
+        layer
+        for layer, indexer in indexers(model).items()
+        if any(parameter.requires_grad for parameter in indexer.parameters())
+    ]
+
+
+def train_indexers(model: Decoder) -> None:
+    """Let the indexers' weights train. Raises ConfigError for a model without one."""
+    own = indexers(model)
+    if not own:
+        raise ConfigError(
+            f"training.indexer is trained, but a {model.shape.family} model has no indexer",
+            next="remove training.indexer",
+        )
+    for indexer in own.values():
+        indexer.requires_grad_(True)
