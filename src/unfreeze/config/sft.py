@@ -82,7 +82,7 @@ class Config(TrainingConfig):
                 raise ConfigError(
                     'training.indexer is "trained", but adapters train; the indexer gets some where'
                     " lora.targets names it",
-                    next="remove training.indexer, and give --lora.targets all-linear,indexer",
+                    next="remove training.indexer, and give --lora.targets all-linear indexer",
                 )
             if fields.get("lora", True) is None:
                 raise ValueError('train = "adapters" needs [lora]; its defaults are an empty table')
