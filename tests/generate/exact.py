@@ -65,6 +65,9 @@ WIDE = {
     "gpt-oss-window-all-full": {"sliding_window": 100},
     "llama4-text": {"attention_chunk_size": 100},
     "phi3-longrope-tied": {"original_max_position_embeddings": 100},
+    "mimo-v2-flash": {"sliding_window": 100},
+    "deepseek-v32": {"index_topk": 100},
+    "glm-moe-dsa-shared": {"index_topk": 100},
 }
 """Borders in the middle of 256 tokens. In CASES they are at 3 to 8."""
 

@@ -44,11 +44,12 @@ class Index(NamedTuple):
     scale: float
 
 
+@torch.no_grad()
 def index_scores(q_nJi: Tensor, w_nJ: Tensor, k_Ni: Tensor, scale: float) -> Tensor:
-    """I [..., n, N] in float32 or wider; dimensions in front of n and N must agree."""
+    """I [..., n, N] in float32 or wider, without a gradient; dimensions in front of n and N must agree."""
     wide = torch.promote_types(q_nJi.dtype, torch.float32)
     products_nJN = q_nJi.to(wide) @ k_Ni.to(wide).mT.unsqueeze(-3)
-    return (w_nJ.to(wide).unsqueeze(-2) @ (products_nJN * scale).relu()).squeeze(-2)
+    return (w_nJ.to(wide).unsqueeze(-2) @ products_nJN.mul_(scale).relu_()).squeeze(-2)
 
 
 @torch.no_grad()
