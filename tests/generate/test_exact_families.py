@@ -33,7 +33,7 @@ from family_cases import CASES
 
 from unfreeze import models
 from unfreeze.generate.steps import launched
-from unfreeze.models.blocks.passes import Cache
+from unfreeze.models.blocks.cache import Cache
 from unfreeze.models.blocks.sparse import SparseMLA
 
 # one row goes its own greedy way for 256 steps; beside it random tokens, gone after 192 and 128

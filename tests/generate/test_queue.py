@@ -11,8 +11,8 @@ from unfreeze.generate.engine import Engine
 from unfreeze.generate.recorded import Recorded
 from unfreeze.generate.sampling import Sampling
 from unfreeze.kernels.decode_step.program import Program
+from unfreeze.models.blocks.cache import Cache
 from unfreeze.models.blocks.moe import MoE
-from unfreeze.models.blocks.passes import Cache
 from unfreeze.models.blocks.shared_cache import SharedCache
 from unfreeze.parallel.answers import LOGIT_BYTES
 

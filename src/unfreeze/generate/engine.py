@@ -30,7 +30,7 @@ from unfreeze.generate.sampling import Sampling, choose, logprobs_of
 from unfreeze.generate.steps import Step, Steps, shares_prompts, step_by_record
 from unfreeze.generate.stops import StopText
 from unfreeze.models import Decoder
-from unfreeze.models.blocks.passes import Cache
+from unfreeze.models.blocks.cache import Cache
 from unfreeze.parallel.answers import Answers
 from unfreeze.parallel.machine import hardware
 
@@ -250,7 +250,7 @@ class Engine:
         if max_rows is not None or wanted == 1:
             return min(wanted, max_rows or 1)
         row = Answers(1, positions)
-        cache = row.cache(self.model.cache_bytes())
+        cache = row.cache(self.model.cache_bytes(), self.model.state_bytes())
         fit = int(CACHE_SHARE * hardware(self.model.device).available) // (cache + row.logits(self.num_ids))
         (rows,) = self.agreed([max(1, min(wanted, fit))])
         if rows < wanted:

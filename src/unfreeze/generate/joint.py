@@ -18,7 +18,7 @@ from unfreeze.core.batch import Batch
 from unfreeze.generate.engine import Engine, EngineTokenizer
 from unfreeze.generate.steps import launched
 from unfreeze.models import Decoder
-from unfreeze.models.blocks.passes import Cache
+from unfreeze.models.blocks.cache import Cache
 
 
 class Joint:
@@ -55,6 +55,9 @@ class Joint:
 
     def cache_bytes(self) -> int:
         return self.student.cache_bytes() + self.teacher.cache_bytes()
+
+    def state_bytes(self) -> int:
+        return self.student.state_bytes() + self.teacher.state_bytes()
 
     def holds(self, prompt: int, length: int) -> bool:
         return self.student.holds(prompt, length) and self.teacher.holds(prompt, length)

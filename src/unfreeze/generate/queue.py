@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unfreeze.generate.answer import Row
 from unfreeze.models import Decoder
-from unfreeze.models.blocks.passes import Cache
+from unfreeze.models.blocks.cache import Cache
 
 PREFILL_TOKENS = 32_768  # of one packed pass: the activations of all its tokens are alive together
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from unfreeze.kernels.decode_step.program import Program, Row
 from unfreeze.models import Decoder
-from unfreeze.models.blocks.passes import Cache, StepPass
+from unfreeze.models.blocks.cache import Cache
+from unfreeze.models.blocks.passes import StepPass
 from unfreeze.models.blocks.recording import Recording
 from unfreeze.models.decoder import TOKENS
 

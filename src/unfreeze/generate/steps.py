@@ -24,7 +24,7 @@ from torch import Tensor
 from unfreeze.generate.recorded import Recorded
 from unfreeze.kernels.cuda_graph import CannotCapture, Launches, pays, replay
 from unfreeze.models import Decoder
-from unfreeze.models.blocks.passes import Cache
+from unfreeze.models.blocks.cache import Cache
 from unfreeze.models.blocks.residency import Resident
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,8 @@ def replayed(model: Decoder, cache: Cache) -> Step:
     Elsewhere the steps are launched within the same widths: five shapes of attention in 1,000 tokens, not
     1,000. A replay would neither talk to other processes nor copy weights to the device again.
     """
-    if _stays(model) and pays(model.device, model.dtype, len(cache.lengths)):
+    # recording a step runs it three times, and a recurrent state would move on each time
+    if _stays(model) and not model.state_bytes() and pays(model.device, model.dtype, len(cache.lengths)):
         return Replayed(model, cache)
     return Replayed(model, cache, impl="reference")
 

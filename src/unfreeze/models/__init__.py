@@ -46,7 +46,10 @@ from unfreeze.models import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5_moe_text,
+    qwen3_5_text,
     qwen3_moe,
+    qwen3_next,
     qwen3_vl_moe_text,
     qwen3_vl_text,
     seed_oss,
@@ -129,7 +132,10 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
+    "qwen3_5_moe_text": qwen3_5_moe_text,
+    "qwen3_5_text": qwen3_5_text,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
     "qwen3_vl_moe_text": qwen3_vl_moe_text,
     "qwen3_vl_text": qwen3_vl_text,
     "seed_oss": seed_oss,
@@ -249,7 +255,10 @@ def shape(config: Mapping[str, Any]) -> Shape:
     present = without_nulls(text)
     family = _family(present)
     check_fields(present)
-    if unbuilt_parts(present):
+    unread = {
+        name: present[name] for name in present.keys() - family.FIELDS.read - family.FIELDS.absent.keys()
+    }
+    if unbuilt_parts(unread):
         _not_built(present, present["model_type"])
     completed = family.FIELDS.completed(text, present, nested=text is not config)
     refuse_unbuilt(completed, family.FIELDS)

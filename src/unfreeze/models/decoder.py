@@ -18,11 +18,12 @@ from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import DocumentLayout
 from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
 from unfreeze.models.blocks.bytes import Block
+from unfreeze.models.blocks.cache import Cache
 from unfreeze.models.blocks.embedding import Embedding
 from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.norm import RMSNorm
-from unfreeze.models.blocks.passes import Cache, PackedPass, PrefillPass, StepPass, StepWithin
+from unfreeze.models.blocks.passes import PackedPass, PrefillPass, StepPass, StepWithin
 from unfreeze.models.blocks.residency import RESIDENT, Residency
 from unfreeze.models.blocks.shared_cache import SharedCache
 from unfreeze.models.blocks.taps import Taps
@@ -192,6 +193,10 @@ class Decoder(nn.Module):
         numbers = sum(block.cached() for block in self.modules() if isinstance(block, Block))
         return numbers * self.dtype.itemsize + (8 if self.shape.rope.long is not None else 0)
 
+    def state_bytes(self) -> int:
+        """Bytes of one row of a cache that do not grow with its positions: recurrent states."""
+        return sum(block.state_bytes(self.dtype) for block in self.modules() if isinstance(block, Block))
+
     def prefill(self, batch: Batch, cache: Cache, rows: Sequence[int] | None = None) -> Tensor:
         """Run documents through the model: document s fills row s of an empty cache. -> hidden [T, D].
 
@@ -218,8 +223,11 @@ class Decoder(nn.Module):
     def holds(self, prompt: int, length: int) -> bool:
         """True if a row of `length` positions still holds its first `prompt` as their own prefill left them.
 
-        False if it has outgrown longrope's short context since (prepare_step).
+        False if it has outgrown longrope's short context since (prepare_step), or has a recurrent state,
+        which is that of all its positions.
         """
+        if self.state_bytes():
+            return prompt == length
         short = self.shape.rope.short_until
         return self.shape.rope.long is None or (prompt > short) == (length > short)
 

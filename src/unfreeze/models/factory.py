@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.nonlinearity import GATED_SILU, Nonlinearity
 from unfreeze.models.blocks.norm import RMSNorm
+from unfreeze.models.blocks.recurrent import Decay, ShortConv
 from unfreeze.models.blocks.routers import Router, RoutingRule
 from unfreeze.models.decoder import Body, Decoder
 from unfreeze.models.fields import check_against_files
@@ -34,6 +35,7 @@ from unfreeze.quant.codec import Codec
 from unfreeze.quant.formats import recognise
 from unfreeze.quant.scheme import CodecFor, nothing_packed
 
+Norm = TypeVar("Norm", bound=RMSNorm)
 HeldFor = Callable[[str], torch.dtype | None]
 """Name of a module on disk -> the dtype its frozen matrix is held in; None: the computation's."""
 
@@ -75,8 +77,20 @@ class Factory:
         """One number that is never trained: a buffer of its module."""
         return torch.empty(1, dtype=self.dtype, device=self.device)
 
+    @overload
+    def norm(self, size: int, eps: float) -> RMSNorm: ...
+    @overload
+    def norm(self, size: int, eps: float, kind: type[Norm]) -> Norm: ...
     def norm(self, size: int, eps: float, kind: type[RMSNorm] = RMSNorm) -> RMSNorm:
+        """A norm; `kind` is its class."""
         return kind(size, eps, dtype=self.dtype, device=self.device)
+
+    def short_conv(self, channels: int, taps: int, *, silu: bool, bias: bool = False) -> ShortConv:
+        return ShortConv(channels, taps, silu=silu, bias=bias, dtype=self.dtype, device=self.device)
+
+    def decay(self, heads: int, width: int = 1) -> Decay:
+        """Its parameters are in float32 whatever the computation's dtype."""
+        return Decay(heads, width, device=self.device)
 
     def mlp(
         self,

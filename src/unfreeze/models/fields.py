@@ -107,6 +107,12 @@ FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("index_topk_freq", "index_skip_topk_offset"), Whole(0, 10_000)),
     "index_topk_pattern": Of((str, list), "a letter per layer, F or S, or a list with an entry per layer"),
     "num_hidden_layers": Whole(1, 10_000),
+    "full_attention_interval": Whole(1, 10_000),
+    "linear_conv_kernel_dim": Whole(1, 64),
+    **dict.fromkeys(
+        ("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+        Whole(1, COUNT),
+    ),
     "first_k_dense_replace": Whole(0, 10_000),
     "decoder_sparse_step": Whole(1, 10_000),
     "moe_layer_interval": Whole(1, 10_000),
@@ -290,6 +296,14 @@ def check_sizes(shape: Shape) -> None:
     for fault, words in wrong:
         if fault:
             raise CheckpointError(f"config.json: {words}", next=NEXT)
+
+
+def divides(config: Mapping[str, Any], part: str, whole: str) -> None:
+    """Raise CheckpointError unless config[whole] is a multiple of config[part]."""
+    if int(config[whole]) % int(config[part]):
+        raise CheckpointError(
+            f"config.json: {whole} {config[whole]:,} is not a multiple of {part} {config[part]:,}", next=NEXT
+        )
 
 
 # a config that needs more than this many times the bytes of the files is refused before tensors are listed

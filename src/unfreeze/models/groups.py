@@ -38,7 +38,7 @@ def group_of(name: str) -> str:
         return "embeddings"
     if "lm_head" in parts:
         return "lm_head"
-    if "self_attn" in parts:
+    if "self_attn" in parts or "linear_attn" in parts:
         return "attention"
     if re.search(ROUTER, name):
         return "router"

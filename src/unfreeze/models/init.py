@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.models.blocks.norm import LayerNorm, RMSNorm
+from unfreeze.models.blocks.recurrent import Decay
 from unfreeze.models.decoder import Decoder
 
 
@@ -27,6 +28,9 @@ def initialize(model: Decoder, seed: int, put: Callable[[str, Tensor], None] | N
     with torch.no_grad():
         for norm in norms:
             norm.reset()
+        for decay in (module for module in model.modules() if isinstance(module, Decay)):
+            decay.reset(generator)
+            done |= {id(parameter) for parameter in decay.parameters()}
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 nn.init.ones_(buffer)
@@ -36,7 +40,9 @@ def initialize(model: Decoder, seed: int, put: Callable[[str, Tensor], None] | N
             if name.endswith(".bias"):
                 nn.init.zeros_(parameter)
             else:
-                into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "fc2.weight"))
+                into_residual = name.endswith(
+                    ("o_proj.weight", "down_proj.weight", "fc2.weight", "out_proj.weight")
+                )
                 scale = std / (2 * model.shape.num_layers) ** 0.5 if into_residual else std
                 drawn = torch.randn(parameter.shape, generator=generator) * scale
                 parameter.copy_(drawn) if put is None else put(name, drawn)

@@ -17,22 +17,37 @@ from unfreeze.models.blocks.recording import Recording
 
 
 class Layer(Block):
-    """x + attention(norm(x)), then x + mlp(norm(x)): the pre-norm residual block."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): the pre-norm residual block.
+
+    name: that of the attention in checkpoints; "linear_attn" for one with a recurrent state.
+    """
 
     def __init__(
-        self, *, self_attn: Block, mlp: Block, input_layernorm: RMSNorm, post_attention_layernorm: RMSNorm
+        self,
+        *,
+        self_attn: Block,
+        mlp: Block,
+        input_layernorm: RMSNorm,
+        post_attention_layernorm: RMSNorm,
+        name: str = "self_attn",
     ):
         super().__init__()
-        self.self_attn, self.mlp = self_attn, mlp
+        self.add_module(name, self_attn)
+        self.mlp, self._name = mlp, name
         self.input_layernorm, self.post_attention_layernorm = input_layernorm, post_attention_layernorm
 
+    @property
+    def attention(self) -> Block:
+        """Its attention, or what a hybrid has in its place."""
+        return self._modules[self._name]  # type: ignore[return-value]
+
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), run)
+        x_TD = x_TD + self.attention(self.input_layernorm(x_TD), run)
         return x_TD + self.mlp(self.post_attention_layernorm(x_TD), run)
 
     def record(self, to: Recording, x: Row) -> Row:
         """The layer's operations for a step (blocks/recording.py)."""
-        x = to.of(self.self_attn, self.input_layernorm.record(to, x), add=x)
+        x = to.of(self.attention, self.input_layernorm.record(to, x), add=x)
         return to.of(self.mlp, self.post_attention_layernorm.record(to, x), add=x)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
@@ -41,7 +56,7 @@ class Layer(Block):
         They are its output, and the sum after attention, whose place its gradient takes.
         """
         sums = Bytes(held=2 * dtype.itemsize * self.input_layernorm.size)
-        parts = (self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp)
+        parts = (self.input_layernorm, self.attention, self.post_attention_layernorm, self.mlp)
         return sum((part.bytes(dtype, device) for part in parts), sums)
 
 
@@ -53,12 +68,12 @@ class ScaledLayer(Layer):
         self.multiplier = multiplier
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
-        x_TD = x_TD + self.multiplier * self.self_attn(self.input_layernorm(x_TD), run)
+        x_TD = x_TD + self.multiplier * self.attention(self.input_layernorm(x_TD), run)
         return x_TD + self.multiplier * self.mlp(self.post_attention_layernorm(x_TD), run)
 
     def record(self, to: Recording, x: Row) -> Row:
         normed = self.input_layernorm.record(to, x)
-        x = to.of(self.self_attn, normed, add=x, factor=self.multiplier)
+        x = to.of(self.attention, normed, add=x, factor=self.multiplier)
         normed = self.post_attention_layernorm.record(to, x)
         return to.of(self.mlp, normed, add=x, factor=self.multiplier)
 

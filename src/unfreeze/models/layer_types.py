@@ -12,10 +12,12 @@ from unfreeze.models.shape import Shape, require
 if TYPE_CHECKING:
     from unfreeze.kernels.attention import Mask
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
-def layer_types(config: Mapping[str, Any], usual: Callable[[int], str]) -> tuple[str, ...]:
+def layer_types(
+    config: Mapping[str, Any], usual: Callable[[int], str], built: tuple[str, ...] = (FULL, SLIDING)
+) -> tuple[str, ...]:
     """The kind of each layer: layer_types, or if absent `usual` of the layer's number.
 
     Raises CheckpointError for a wrong number of layers, a kind that is not implemented, and sliding layers
@@ -29,11 +31,11 @@ def layer_types(config: Mapping[str, Any], usual: Callable[[int], str]) -> tuple
             f"config.json: layer_types has {len(kinds):,} entries, num_hidden_layers is {layers:,}",
             next="get config.json from the model's publisher again",
         )
-    unknown = [kind for kind in kinds if kind not in (FULL, SLIDING)]
+    unknown = [kind for kind in kinds if kind not in built]
     if unknown:
         raise CheckpointError(
             f"config.json: layer_types holds {shown(unknown[0])}, which is not built for model_type"
-            f" {config.get('model_type')!r}; built: {FULL}, {SLIDING}",
+            f" {config.get('model_type')!r}; built: {', '.join(built)}",
             next="open an issue with the model's name",
         )
     if SLIDING in kinds and not config.get("sliding_window"):
@@ -54,7 +56,7 @@ def mask(shape: Shape, index: int) -> Mask:
     """The attention mask of a layer."""
     from unfreeze.kernels.attention import CAUSAL, Mask
 
-    if not shape.layer_types or shape.layer_types[index] == FULL:
+    if not shape.layer_types or shape.layer_types[index] != SLIDING:
         return CAUSAL
     return Mask(window=int(shape.config["sliding_window"]))
 

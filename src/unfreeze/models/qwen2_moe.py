@@ -48,22 +48,24 @@ def shape(config: Mapping[str, Any]) -> Shape:
     return replace(llama.shape(config), family="qwen2_moe", moe=moe)
 
 
-def layer(shape: Shape, index: int, make: Factory) -> Layer:
-    """Decoder layer `index`: dense if the config says so, otherwise routed experts and the shared one."""
+def mlp(shape: Shape, index: int, make: Factory) -> MLP | MoE:
+    """The MLP of a layer: dense if the config says so, otherwise routed experts and the shared one."""
     from unfreeze.models.blocks.moe import GatedSharedMoE
 
     name, width = f"model.layers.{index}.mlp", int(require(shape.config, "shared_expert_intermediate_size"))
     if not shape.is_moe(index):
-        mlp: MLP | MoE = make.mlp(name, shape.hidden_size, shape.intermediate_size)
-    else:
-        mlp = GatedSharedMoE(
-            index,
-            gate=qwen3_moe.router(shape, make, normalize=bool(shape.config["norm_topk_prob"])),
-            experts=make.experts_of(shape, name),
-            shared_expert=make.mlp(f"{name}.shared_expert", shape.hidden_size, width),
-            shared_expert_gate=make.linear(f"{name}.shared_expert_gate", shape.hidden_size, 1),
-        )
-    bias = bool(shape.config["qkv_bias"])
-    return llama.block(
-        shape, llama.attention(shape, index, make, qkv_bias=bias, output_bias=False), mlp, make
+        return make.mlp(name, shape.hidden_size, shape.intermediate_size)
+    return GatedSharedMoE(
+        index,
+        gate=qwen3_moe.router(shape, make, normalize=bool(shape.config["norm_topk_prob"])),
+        experts=make.experts_of(shape, name),
+        shared_expert=make.mlp(f"{name}.shared_expert", shape.hidden_size, width),
+        shared_expert_gate=make.linear(f"{name}.shared_expert_gate", shape.hidden_size, 1),
     )
+
+
+def layer(shape: Shape, index: int, make: Factory) -> Layer:
+    """Decoder layer `index`."""
+    bias = bool(shape.config["qkv_bias"])
+    attention = llama.attention(shape, index, make, qkv_bias=bias, output_bias=False)
+    return llama.block(shape, attention, mlp(shape, index, make), make)

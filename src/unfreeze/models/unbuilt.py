@@ -10,17 +10,15 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    # missing part <- fields, any of which requests it
+    # missing part <- fields, any of which requests it, except in a family that reads it
+    ("sparse attention with an indexer", ("index_topk", "index_n_heads")),
     ("attention over compressed keys", ("compress_ratios", "compress_rope_theta")),
     ("hyper-connections between layers", ("hc_mult",)),
     ("routing by a hash of the token", ("num_hash_layers",)),
     ("sparse attention by blocks", ("sparse_attention_config",)),
-    (
-        "layers with a recurrent state (linear attention)",
-        ("linear_attn_config", "linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_heads"),
-    ),
+    ("layers with a recurrent state (linear attention)", ("linear_attn_config", "linear_num_heads")),
     ("layers with a recurrent state (Mamba-2)", ("hybrid_override_pattern", "mamba_num_heads")),
-    ("a gate on attention's output", ("attn_output_gate", "mla_use_output_gate")),
+    ("a gate on attention's output", ("mla_use_output_gate",)),
     ("latent attention without rotation", ("mla_use_nope",)),
     ("attention residuals between blocks of layers", ("attn_res_block_size",)),
     ("the activation SiTU", ("activation_situ_beta",)),
@@ -28,9 +26,9 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layers of different sizes, some without attention", ("block_configs",)),
     ("embeddings for each layer", ("hidden_size_per_layer_input",)),
     ("keys and values that layers share", ("num_kv_shared_layers",)),
+    ("values of another width and scale than keys", ("attention_value_scale",)),
 )
 NAMED: dict[str, str] = {
-    "qwen3_next": "layers with a recurrent state (linear attention)",
     "kimi_linear": "layers with a recurrent state (linear attention)",
     "deepseek_v4": "attention over compressed keys, hyper-connections between layers",
     "deepseek_ref": "attention over compressed keys, hyper-connections between layers",
@@ -50,7 +48,10 @@ SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layers with a recurrent state (RG-LRU)", ("lru_width",)),
     ("layers with a recurrent state (RWKV)", ("attention_hidden_size", "rescale_every")),
     ("layers with a recurrent state (xLSTM)", ("sequence_kernel", "chunkwise_kernel")),
-    ("layers with a recurrent state (linear attention)", ("linear_attn_alpha_factor",)),
+    (
+        "layers with a recurrent state (linear attention)",
+        ("linear_attn_alpha_factor", "linear_conv_kernel_dim"),
+    ),
     ("layers of short convolutions", ("conv_L_cache",)),
     ("mixed streams (AltUp)", ("altup_num_inputs",)),
     ("layers that attend to an image (cross attention)", ("cross_attention_layers",)),

@@ -77,6 +77,8 @@ WRAPPERS = {
         IDS | names("boi_token_index eoi_token_index image_token_index"),
         (r"vision_model\..*", r"multi_modal_projector\..*"),
     ),
+    "qwen3_5": Wrapper("qwen3_5_text", IDS, (r"model\.visual\..*",)),
+    "qwen3_5_moe": Wrapper("qwen3_5_moe_text", IDS, (r"model\.visual\..*",)),
     "qwen3_vl_moe": Wrapper("qwen3_vl_moe_text", IDS, (r"model\.visual\..*",)),
     "qwen3_vl": Wrapper("qwen3_vl_text", IDS, (r"model\.visual\..*",)),
 }

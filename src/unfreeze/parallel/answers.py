@@ -49,9 +49,12 @@ class Answers:
         answers = -(-self.step.answers // processes)
         return replace(self, rows=min(self.rows, answers), step=replace(self.step, answers=answers))
 
-    def cache(self, cached: int) -> int:
-        """Bytes of the KV cache; `cached`: of a position (Decoder.cache_bytes)."""
-        return self.positions * cached
+    def cache(self, cached: int, state: int) -> int:
+        """Bytes of the cache; `cached`: of a position, `state`: of a row whatever its length.
+
+        (Decoder.cache_bytes and state_bytes.)
+        """
+        return self.positions * cached + self.rows * state
 
     def logits(self, vocab_size: int) -> int:
         """Bytes of the work on a step's logits."""

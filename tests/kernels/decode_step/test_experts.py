@@ -15,7 +15,7 @@ from unfreeze.kernels.decode_step.rows import ACTIVATIONS
 from unfreeze.kernels.expert_mlp import ExpertFactors
 from unfreeze.kernels.expert_mlp.reference import reference_expert_mlp
 from unfreeze.kernels.swiglu.activation import SWIGLU, ClampedSwiGLU, GeGLU, SwiGLU
-from unfreeze.models.blocks.passes import Cache
+from unfreeze.models.blocks.cache import Cache
 from unfreeze.models.blocks.recording import Recording
 from unfreeze.models.blocks.routers import LinearRouter, NormedRouter, Router, RoutingRule, noaux_tc
 from unfreeze.quant.codec import Packed

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from unfreeze.core.errors import UserError
-from unfreeze.models.blocks.passes import Cache, StepPass
+from unfreeze.models.blocks.cache import Cache
+from unfreeze.models.blocks.passes import StepPass
 
 GENERATOR = torch.Generator().manual_seed(0)
 

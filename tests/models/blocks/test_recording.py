@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from unfreeze.kernels.decode_step.program import CannotRecord, Program, Row
+from unfreeze.models.blocks.cache import Cache
 from unfreeze.models.blocks.experts import Experts
-from unfreeze.models.blocks.passes import Cache
 from unfreeze.models.blocks.recording import Recording
 
 

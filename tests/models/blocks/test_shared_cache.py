@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unfreeze.core.errors import UserError
-from unfreeze.models.blocks.passes import Cache
+from unfreeze.models.blocks.cache import Cache
 from unfreeze.models.blocks.shared_cache import SharedCache
 
 ROWS, LONGEST, NEW, SLOTS = 5, 6, 4, 3

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from unfreeze.kernels.attention import CAUSAL, Mask
 from unfreeze.kernels.decode_step.program import Heads, Row
 from unfreeze.kernels.packed_attention import bucket, in_one_call
+from unfreeze.kernels.recompute import recomputed
 from unfreeze.kernels.rotary import Pairing, rotary
 from unfreeze.models.blocks.bytes import AttentionShape, Block, Bytes
 from unfreeze.models.blocks.linear import Linear
@@ -55,6 +56,10 @@ class Attending(Block):
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, run: Pass) -> Tensor:
         """Rotate, update the cache, attend, apply o_proj. -> [T, D]."""
+        return self.o_proj(self.mix(q_THd, k_TGd, v_TGv, run), run.reuse_linear)
+
+    def mix(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, run: Pass) -> Tensor:
+        """Rotate, update the cache, attend. -> [T, H v]."""
         run.unrotated(q_THd, k_TGd)
         if self.query_rope is not None:
             q_THd = rotary(q_THd, *run.tables(self.query_rope), self.pairs)
@@ -62,7 +67,7 @@ class Attending(Block):
             k_TGd = rotary(k_TGd, *run.tables(self.rope), self.pairs)
         k, v = run.remember(self.layer, k_TGd, v_TGv)
         o_THv = run.attend(q_THd, k, v, self.scale, mask=self.mask, softcap=self.softcap, sinks_H=self.sinks)
-        return self.o_proj(o_THv.flatten(1), run.reuse_linear)
+        return o_THv.flatten(1)
 
     def record_attend(self, to: Recording, q: Row, k: Row, v: Row, *, add: Row | None, factor: float) -> Row:
         """`attend` for a step: add + factor · o_proj(…)."""
@@ -191,6 +196,40 @@ class ScaledValueAttention(Attention):
         padded = heads * (2 * width - self.value_width) if device == "cpu" and not self.mask.window else 0
         projections = Bytes(held=padded * dtype.itemsize, linear=(q + k + v) * dtype.itemsize)
         return projections + self.attend_bytes(heads, k // width, dtype, device, self.value_width)
+
+
+class GatedAttention(Attention):
+    """Attention with a gate: o_proj(sigmoid(gate) · o). q_proj gives q and gate of each head (Qwen3-Next).
+
+    Source: arXiv:2505.06708.
+    """
+
+    record = None  # type: ignore[assignment]  # a step of generation calls forward
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        assert self.q_norm is not None and self.k_norm is not None
+        both_THd = self.q_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, 2 * self.head_dim))
+        q_THd, gate_THd = both_THd.split(self.head_dim, -1)
+        k_TGd = self.k_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, self.head_dim))
+        v_TGv = self.v_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, self.head_dim))
+        o_TH = self.mix(self.q_norm(q_THd), self.k_norm(k_TGd), v_TGv, run)
+        return self.o_proj(recomputed(gated, o_TH, gate_THd.flatten(1)), run.reuse_linear)
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """As Attention; the first product also has the gate, of which a copy and the gated output stay."""
+        double, k = self.q_proj.out_features, self.k_proj.out_features
+        q = double // 2
+        projections = Bytes(
+            held=(double + 2 * q + k) * dtype.itemsize,
+            own=double * dtype.itemsize,
+            linear=(double + 2 * k) * dtype.itemsize,
+        )
+        return projections + self.attend_bytes(q // self.head_dim, k // self.head_dim, dtype, device)
+
+
+def gated(o: Tensor, gate: Tensor) -> Tensor:
+    """sigmoid(gate) · o in o's dtype."""
+    return o * gate.sigmoid()
 
 
 class WideNormAttention(Attention):

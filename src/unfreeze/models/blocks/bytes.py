@@ -91,3 +91,7 @@ class Block(nn.Module):
     def cached(self) -> int:
         """Numbers that a position has in its KV cache; 0 unless it is attention."""
         return 0
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes that a row has in a cache whatever its length: a recurrent state; 0 for most blocks."""
+        return 0

@@ -11,21 +11,25 @@ T tokens, S sequences, N cached positions, H query heads, G key/value heads, K e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unfreeze.core.errors import UserError
+from unfreeze.core.batch import send
 from unfreeze.kernels.attention import CAUSAL, DocumentLayout, Mask
 from unfreeze.kernels.packed_attention import packed_attention
 from unfreeze.kernels.recompute import Reuse
+from unfreeze.kernels.recurrence import Rule, Segments, final_states, packed_recurrence, recurrence_step
+from unfreeze.kernels.short_conv import conv_step, packed_conv, tail_of
 from unfreeze.kernels.sparse_attention import Index, attend_selected, index_scores, select
 from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
+from unfreeze.models.blocks.cache import Cache
 from unfreeze.models.blocks.residency import RESIDENT, Residency
 from unfreeze.models.blocks.saved import Saved, Skip
 from unfreeze.models.blocks.taps import LayerTaps
@@ -36,134 +40,6 @@ Tables = tuple[Tensor, Tensor]
 LatentForm = Literal["expanded", "absorbed"]
 """Form of latent attention (mla.py). expanded: keys and values of each token are expanded once, for many
 queries. absorbed: one query per sequence attends to the latents themselves."""
-
-
-class Cache:
-    """The KV cache of at most R sequences (`rows`): per layer a few tensors [R, capacity, …].
-
-    They are keys and values, or MLA's latent with its rotary key. The first S = len(lengths) rows are
-    running; `lengths` (on the host) counts the filled positions of each. Rows are independent: `more` adds
-    some, `fork` gives the positions of one to others, `keep` drops some.
-
-    The tensors keep their addresses while rows come and go. `version` counts their allocations: a recording
-    of a step holds as long as it does not change.
-    `routes`: the experts that each MoE layer chose, int16 [R, capacity, K] per layer; None if not asked for.
-    """
-
-    def __init__(self, num_sequences: int, capacity: int, *, routes: bool = False):
-        self.lengths = [0] * num_sequences
-        self.rows, self.capacity = num_sequences, capacity
-        self.longest = capacity  # of a prompt
-        self.layers: dict[int, tuple[Tensor, ...]] = {}
-        self.routes: dict[int, Tensor] | None = {} if routes else None
-        self.version = 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(store.nbytes for store in self._stores())
-
-    @property
-    def positions(self) -> int:
-        """Most positions of a row."""
-        return self.capacity
-
-    def _stores(self) -> list[Tensor]:
-        every = [store for tensors in self.layers.values() for store in tensors]
-        return every + list((self.routes or {}).values())
-
-    def write(self, layer: int, rows_T: Tensor, positions_T: Tensor, new: tuple[Tensor, ...]) -> None:
-        """Store one value per token at (row, position); the layer's tensors are allocated on first use."""
-        if layer not in self.layers:
-            self.layers[layer] = tuple(self._empty(value) for value in new)
-        for store, value in zip(self.layers[layer], new, strict=True):
-            store[rows_T, positions_T] = value
-
-    def write_route(self, layer: int, rows_T: Tensor, positions_T: Tensor, ids_TK: Tensor) -> None:
-        """Store the experts that were chosen for each token, if `routes` are asked for."""
-        if self.routes is not None:
-            new = ids_TK.to(torch.int16)
-            if layer not in self.routes:
-                self.routes[layer] = self._empty(new)
-            self.routes[layer][rows_T, positions_T] = new
-
-    def route(self, row: int) -> Tensor:
-        """Return the experts chosen at the filled positions of a row, int16 [positions, MoE layers, K].
-
-        On the host. Empty [positions, 0, 0] without MoE layers.
-        """
-        stores = [store for _, store in sorted((self.routes or {}).items())]
-        length = self.lengths[row]
-        if not stores:
-            return torch.empty(length, 0, 0, dtype=torch.int16)
-        return torch.stack([store[row, :length] for store in stores], 1).cpu()
-
-    def _empty(self, value: Tensor) -> Tensor:
-        self.version += 1
-        return value.new_zeros(self.rows, self.capacity, *value.shape[1:])
-
-    def read(self, layer: int, rows: int, longest: int) -> tuple[Tensor, ...]:
-        """Return the first `longest` positions of the first rows, [rows, longest, …]."""
-        return tuple(store[:rows, :longest] for store in self.layers[layer])
-
-    def own(self, row: int) -> int:
-        """Return the number of positions that a row holds itself."""
-        return self.lengths[row]
-
-    def room_for_prompts(self) -> int:
-        """Return the number of further prompts that can be filled, if there are rows for them."""
-        return self.rows
-
-    def release(self, rows: Sequence[int]) -> None:
-        """Forget the prompts of running rows that will be dropped or filled anew."""
-
-    def begin(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Prepare these running rows to be filled with prompts of these lengths."""
-
-    def more(self, count: int) -> None:
-        """Add empty rows behind the running ones. Raises UserError if there are fewer."""
-        if len(self.lengths) + count > self.rows:
-            raise UserError(
-                f"the cache has {self.rows} rows, {len(self.lengths)} of them run: no {count} more"
-            )
-        self.lengths = self.lengths + [0] * count
-
-    def fork(self, source: int, rows: Sequence[int], length: int) -> None:
-        """Give the first `length` positions of row `source` to other running rows, in place of theirs.
-
-        They are copied. `source` itself may be among the rows; it then forgets what came after.
-        """
-        others = [row for row in rows if row != source]
-        if others:
-            for store in self._stores():
-                store[others, :length] = store[source, :length]
-        for row in rows:
-            self.lengths[row] = length
-
-    def require_room(self) -> None:
-        """Raise UserError if a row has no position left."""
-        if max(self.lengths) >= self.capacity:
-            raise UserError(
-                f"the cache holds {self.capacity} positions and all are filled; create it with a larger"
-                " capacity"
-            )
-
-    def keep(self, rows: list[int]) -> list[int]:
-        """Keep only these rows: finished sequences leave the batch.
-
-        Returns for each remaining row the index it had before. The last rows move into the freed places and
-        nothing else is copied: at most one row per finished sequence. The freed memory is for `more` rows.
-        """
-        stays, moves = (
-            {row for row in rows if row < len(rows)},
-            sorted(row for row in rows if row >= len(rows)),
-        )
-        order = [row if row in stays else moves.pop() for row in range(len(rows))]
-        for place, row in enumerate(order):
-            if place != row:
-                for store in self._stores():
-                    store[place, : self.own(row)] = store[row, : self.own(row)]
-        self.lengths = [self.lengths[row] for row in order]
-        return order
 
 
 @dataclass
@@ -239,6 +115,39 @@ class PackedPass:
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         return new
 
+    @cached_property
+    def segments(self) -> Segments:
+        """Where the tokens lie when a recurrence runs in chunks; built once for all layers."""
+        return Segments.build(self.layout.starts, self.layout.num_tokens, self.cos_Tr.device)
+
+    @cached_property
+    def offsets_T(self) -> Tensor:
+        """Place of each token in its document, int64."""
+        starts_S = torch.tensor((*self.layout.starts, self.layout.num_tokens))
+        lengths_S = starts_S.diff()
+        host_T = torch.arange(self.layout.num_tokens) - starts_S[:-1].repeat_interleave(lengths_S)
+        return send(host_T, self.cos_Tr.device)
+
+    def convolve(
+        self, name: str, x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None = None, *, silu: bool
+    ) -> Tensor:
+        """Causal convolution within each document (kernels/short_conv); `name` is that of its state."""
+        return packed_conv(x_TC, weight_CK, bias_C, self.offsets_T, silu)
+
+    def recur(
+        self,
+        name: str,
+        q_TGk: Tensor,
+        k_TGk: Tensor,
+        v_THv: Tensor,
+        g_TH: Tensor,
+        beta_TH: Tensor | None,
+        rule: Rule,
+    ) -> Tensor:
+        """Recurrence within each document (kernels/recurrence); `name` is that of its state."""
+        reuse = self.reuse_expensive
+        return packed_recurrence(q_TGk, k_TGk, v_THv, g_TH, beta_TH, self.segments, rule, reuse)
+
     def chose(self, layer: int, ids_TK: Tensor) -> None:
         """Notice the experts that an MoE layer chose; generation may want them."""
 
@@ -308,6 +217,32 @@ class PrefillPass(PackedPass):
         self.cache.write(layer, self.rows_T, self.positions_T, new)
         return new
 
+    @cached_property
+    def rows_S(self) -> Tensor:
+        """The row of each document."""
+        return self.rows_T[send(torch.tensor(self.layout.starts), self.rows_T.device)]
+
+    def convolve(
+        self, name: str, x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None = None, *, silu: bool
+    ) -> Tensor:
+        tail_SKC = tail_of(x_TC, self.offsets_T, self.segments.last_S, weight_CK.shape[1])
+        self.cache.write_state(name, self.rows_S, tail_SKC)
+        return packed_conv(x_TC, weight_CK, bias_C, self.offsets_T, silu)
+
+    def recur(
+        self,
+        name: str,
+        q_TGk: Tensor,
+        k_TGk: Tensor,
+        v_THv: Tensor,
+        g_TH: Tensor,
+        beta_TH: Tensor | None,
+        rule: Rule,
+    ) -> Tensor:
+        o_THv, state_SHkv = final_states(q_TGk, k_TGk, v_THv, g_TH, beta_TH, self.segments, rule)
+        self.cache.write_state(name, self.rows_S, state_SHkv)
+        return o_THv
+
     def chose(self, layer: int, ids_TK: Tensor) -> None:
         self.cache.write_route(layer, self.rows_T, self.positions_T, ids_TK)
 
@@ -361,6 +296,31 @@ class StepPass:
         """Cache the new values and return everything cached so far, [S, N, …]."""
         self.cache.write(layer, self.rows_T, self.positions_T, new)
         return self.cache.read(layer, len(self.rows_T), self.longest)
+
+    def convolve(
+        self, name: str, x_SC: Tensor, weight_CK: Tensor, bias_C: Tensor | None = None, *, silu: bool
+    ) -> Tensor:
+        """One token behind each row's window, which moves on."""
+        window_SKC = self.cache.states[name][: len(x_SC)]
+        y_SC, moved_SKC = conv_step(x_SC, window_SKC, weight_CK, bias_C, silu)
+        window_SKC.copy_(moved_SKC)
+        return y_SC
+
+    def recur(
+        self,
+        name: str,
+        q_SGk: Tensor,
+        k_SGk: Tensor,
+        v_SHv: Tensor,
+        g_SH: Tensor,
+        beta_SH: Tensor | None,
+        rule: Rule,
+    ) -> Tensor:
+        """One token behind each row's state, which moves on."""
+        state_SHkv = self.cache.states[name][: len(q_SGk)]
+        o_SHv, moved_SHkv = recurrence_step(q_SGk, k_SGk, v_SHv, g_SH, beta_SH, state_SHkv, rule)
+        state_SHkv.copy_(moved_SHkv)
+        return o_SHv
 
     def route(self, layer: int) -> Tensor | None:
         """A step chooses itself."""

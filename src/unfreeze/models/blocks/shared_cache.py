@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.core.errors import UserError
-from unfreeze.models.blocks.passes import Cache
+from unfreeze.models.blocks.cache import Cache
 
 
 class SharedCache(Cache):
@@ -105,6 +105,7 @@ class SharedCache(Cache):
         """Nothing is copied. Raises UserError if `length` is not the length of the source's prompt."""
         if length != self.shared_of(source):
             raise UserError(f"rows share the {self.shared_of(source)} positions of a prompt, not {length}")
+        self.fork_states(source, rows, length)
         for row in rows:
             self.slot[row], self.lengths[row] = self.slot[source], length
 

@@ -187,7 +187,14 @@ def _fully_shard(model: Decoder, dtype: torch.dtype, device: str) -> None:
         cast_forward_inputs=False,
     )
     options: dict[str, Any] = {"mesh": DeviceMesh.from_group(world, device), "mp_policy": policy}
+    whole = {
+        **options,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+    }
     for layer in model.layers:
+        for part in layer.modules():
+            if getattr(part, "float32", False):  # decays, which bf16 would round
+                fully_shard(part, reshard_after_forward=True, **whole)
         fully_shard(layer, reshard_after_forward=True, **options)
     fully_shard(model, **options)
     for unit in model.modules():

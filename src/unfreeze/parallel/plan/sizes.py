@@ -39,6 +39,7 @@ class Sizes:
     forward         bytes per token of the largest part of a layer, attention or MLP, in a forward pass that
                     no backward follows
     cached          bytes of one position of one row of the KV cache
+    state           bytes of a row of the cache that do not grow with its positions
     attention       of each kind of layer
     largest_layer   weights of the largest layer
     ends            weights outside of layers: embedding, last norm and head
@@ -72,6 +73,7 @@ class Sizes:
     tables: int = 0
     forward: int = 0
     cached: int = 0
+    state: int = 0
     attention: tuple[AttentionShape, ...] = ()
     streamed: tuple[int, ...] = ()
     rest: tuple[int, ...] = ()
@@ -132,6 +134,7 @@ def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") 
         tables=8 * sum(len(rope.inverse_frequency) for rope in (shape.rope, *shape.ropes.values())),
         forward=max(part.bytes(dtype, device).held for part in parts),
         cached=model.cache_bytes(),
+        state=model.state_bytes(),
         attention=tuple({layer.attention for layer in layers if layer.attention}),
         streamed=tuple(streamed_bytes(model.layers)),
         rest=tuple(rest_bytes(model.layers)),

@@ -332,7 +332,7 @@ def _answers(sizes: Sizes, work: Work, answers: Answers) -> dict[str, int]:
     """
     token = 2 * sizes.hidden_size * sizes.compute_bytes + sizes.forward
     return {
-        "KV cache of answers": answers.cache(sizes.cached),
+        "KV cache of answers": answers.cache(sizes.cached, sizes.state),
         "sampling answers": max(work.tokens * token, answers.logits(sizes.vocab_size)),
     }
 

@@ -1,0 +1,177 @@
+"""A segment of a linear recurrence in chunks: products within a chunk, and one update of the state per chunk.
+
+With G_t the sum of g from the chunk's start to t, and S_0 the state before the chunk:
+
+    u_t = β_t (v_t - exp(G_t) S_0ᵀ k_t) - Σ_{j<t} A_tj u_j,   A_tj = β_t (k_t · exp(G_t - G_j) k_j)
+    o_t = S_0ᵀ (exp(G_t) q_t) + Σ_{j<=t} (q_t · exp(G_t - G_j) k_j) u_j
+    S_C = exp(G_C) S_0 + Σ_j exp(G_C - G_j) k_j u_jᵀ
+
+The system of u is triangular: u = (I + A)⁻¹ (β v - β exp(G) k S_0). Without β, u = v.
+Every exponent is <= 0, so nothing overflows, whatever the decay.
+
+n chunks, C tokens of a chunk, G key heads, J value heads per key head, k and v widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from unfreeze.kernels.recurrence.segments import Segment, Segments
+
+if TYPE_CHECKING:
+    from unfreeze.kernels.recurrence import Rule
+
+
+def segment_forward(
+    inputs: Sequence[Tensor | None],
+    state: Tensor,
+    segment: Segment,
+    segments: Segments,
+    rule: Rule,
+    *,
+    final: bool = False,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(o [t, H, v], the state of the documents that go on, those of the documents that ended, per step).
+
+    The last only if `final`: without it nothing is copied.
+
+    inputs: q, k, v, g, beta of the segment's tokens. state [documents of the first step, H, k, v].
+    """
+    q_tGk, k_tGk, v_tHv, g, beta_tH = inputs
+    assert q_tGk is not None and k_tGk is not None and v_tHv is not None and g is not None
+    if rule.normalized:
+        q_tGk, k_tGk = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q_tGk, k_tGk))
+    n, C, G = segment.chunks, segments.chunk, q_tGk.shape[1]
+
+    def chunks(x: Tensor) -> Tensor:
+        """[t, heads, …] -> [n, G, J, C, …]; J = 1 for q and k. Padding is zero: it changes no state."""
+        slots = x.new_zeros(n * C, *x.shape[1:]).index_copy(0, segment.slots_t, x)
+        return slots.view(n, C, G, -1, *x.shape[2:]).movedim(1, 3)
+
+    q, k, v = chunks(q_tGk * rule.scale), chunks(k_tGk), chunks(v_tHv)
+    by_channel = g.dim() == 3
+    total = chunks(g).cumsum(3)  # [n, G, J, C] or [n, G, 1, C, k]
+    if by_channel:
+        qk, kk = decayed_products((q, k), k, total)
+        decay = total.exp()
+        to_end = (total[..., -1:, :] - total).exp()
+        whole = decay[..., -1, :, None]
+    else:
+        seen = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
+        between = (total[..., :, None] - total[..., None, :]).masked_fill(~seen, -torch.inf).exp()
+        qk = (q @ k.mT) * between
+        kk = (k @ k.mT) * between if beta_tH is not None else between
+        decay = total.exp()[..., None]
+        to_end = (total[..., -1:] - total).exp()[..., None]
+        whole = decay[..., -1, :, None]
+    q_in, k_out = q * decay, k * to_end
+    u = v
+    forget: Tensor | None = None
+    if beta_tH is not None:
+        beta = chunks(beta_tH)[..., None]
+        inverse = _Inverse.apply((beta * kk).tril(-1))
+        u, forget = inverse @ (beta * v), inverse @ (beta * decay * k)
+    before, us, after, ended = _through(segment, state, u, forget, k_out, whole, final)
+    o = q_in @ before + qk @ us
+    return o.movedim(3, 1).reshape(n * C, -1, o.shape[-1])[segment.slots_t], after, ended
+
+
+class _Inverse(torch.autograd.Function):
+    """X = (I + A)⁻¹ for strictly lower triangular A [..., C, C]; dA = -Xᵀ dX Xᵀ.
+
+    By products: torch's own triangular solver takes 60 % of a backward pass on a CPU. Blocks of BLOCK rows
+    are inverted row by row, all at once; then [[X, 0], [-Y A X, Y]] joins two blocks X and Y.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, A: Tensor) -> Tensor:
+        C = A.shape[-1]
+        size = min(BLOCK, C)
+        blocks = _diagonal(A, size).neg()  # [..., C / size, size, size]
+        for row in range(1, size):
+            known = blocks[..., row, :row].clone()
+            blocks[..., row, :row] += (known[..., None] * blocks[..., :row, :row]).sum(-2)
+        X = blocks + torch.eye(size, dtype=A.dtype, device=A.device)
+        while size < C:
+            below = _diagonal(A, 2 * size)[..., size:, :size]
+            first, second = X.unflatten(-3, (-1, 2)).unbind(-3)
+            joined = X.new_zeros(*first.shape[:-2], 2 * size, 2 * size)
+            joined[..., :size, :size], joined[..., size:, size:] = first, second
+            joined[..., size:, :size] = -(second @ below @ first)
+            X, size = joined, 2 * size
+        X = X.squeeze(-3)
+        ctx.save_for_backward(X)
+        return X
+
+    @staticmethod
+    def backward(ctx: Any, dX: Tensor) -> Tensor:
+        (X,) = ctx.saved_tensors
+        return -(X.mT @ dX @ X.mT).tril(-1)
+
+
+BLOCK = 16
+
+
+def _diagonal(A: Tensor, size: int) -> Tensor:
+    """The blocks on the diagonal: [..., C, C] -> [..., C / size, size, size]."""
+    squares = A.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    return squares.diagonal(dim1=-4, dim2=-2).movedim(-1, -3).clone()
+
+
+def _through(
+    segment: Segment,
+    state: Tensor,
+    u: Tensor,
+    forget: Tensor | None,
+    k_out: Tensor,
+    whole: Tensor,
+    final: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """The states before the chunks [n, G, J, k, v], u of all chunks, the state behind, those that ended."""
+    S = state.unflatten(1, tuple(u.shape[1:3]))
+    before, us, ended = [], [], []
+    counts = (*segment.counts, segment.after)
+    # split, not slices: the gradient of a slice is a tensor of the whole size
+    wholes = whole.split(segment.counts)
+    if forget is None:
+        added = (k_out.mT @ u).split(segment.counts)
+    else:
+        added, own_u = (), u.split(segment.counts)
+        forgets, ks = forget.split(segment.counts), k_out.mT.split(segment.counts)
+    for step, following in enumerate(counts[1:]):
+        before.append(S)
+        if forget is None:
+            S = wholes[step] * S + added[step]
+        else:
+            us.append(own_u[step] - forgets[step] @ S)
+            S = wholes[step] * S + ks[step] @ us[-1]
+        if final:
+            ended.append(S[following:].flatten(1, 2))
+        S = S[:following] if following < len(S) else S
+    return torch.cat(before), torch.cat(us) if us else u, S.flatten(1, 2), ended
+
+
+def decayed_products(lefts: Sequence[Tensor], right: Tensor, total: Tensor) -> list[Tensor]:
+    """P_tj = Σ_c left_tc exp(G_tc - G_jc) right_jc for j <= t, 0 above: [..., C, C] per left.
+
+    G - G could only be split into exp(G_t) exp(-G_j), which overflows. So blocks are halved: between two
+    halves, exp(G_t - G_m) exp(G_m - G_j) has a middle m with both exponents <= 0. C is a power of two.
+    """
+    out = [(left * right).sum(-1)[..., None, None] for left in lefts]  # [..., C, 1, 1]: j = t
+    half, C = 1, right.shape[-2]
+    while half < C:
+        G, own = (x.unflatten(-2, (-1, 2, half)) for x in (total, right))  # [..., pairs, two halves, h, k]
+        middle = G[..., 0, -1:, :]
+        shrunk = own[..., 0, :, :] * (middle - G[..., 0, :, :]).exp()
+        grown = (G[..., 1, :, :] - middle).exp()
+        for index, left in enumerate(lefts):
+            below = (left.unflatten(-2, (-1, 2, half))[..., 1, :, :] * grown) @ shrunk.mT
+            first, second = out[index].unflatten(-3, (-1, 2)).unbind(-3)
+            above = torch.cat((first, torch.zeros_like(below)), -1)
+            out[index] = torch.cat((above, torch.cat((below, second), -1)), -2)
+        half *= 2
+    return [block.squeeze(-3) for block in out]
