@@ -33,7 +33,7 @@ from unfreeze.kernels.recompute import Reuse
 
 
 class Index(NamedTuple):
-    """What the indexer makes of a token: queries [T, J, i], weights of its heads [T, J], one key [T, i].
+    """The indexer's view of a token: queries [T, J, i], weights of its heads [T, J], one key [T, i].
 
     scale: of the products, 1/sqrt(i)
     """

@@ -61,17 +61,16 @@ def indexer_types(config: Config) -> list[str]:
         offset = int(config.get("index_skip_topk_offset", 2))
         name = "index_topk_freq and index_skip_topk_offset"
         kinds = [FULL if max(i - offset + 1, 0) % freq == 0 else SHARED for i in range(layers)]
-    wrong = [kind for kind in kinds if kind not in (FULL, SHARED)]
-    if wrong or len(kinds) != layers or kinds[0] == SHARED:
-        what = (
-            f"holds {shown(wrong[0])}; built: full, shared"
-            if wrong
-            else f"has {len(kinds):,} entries, num_hidden_layers is {layers:,}"
-            if len(kinds) != layers
-            else "begins with a shared layer, which has no earlier choice"
-        )
+    again = "get config.json from the model's publisher again"
+    if len(kinds) != layers:
         raise CheckpointError(
-            f"config.json: {name} {what}", next="get config.json from the model's publisher again"
+            f"config.json: {name} has {len(kinds):,} entries, num_hidden_layers is {layers:,}", next=again
+        )
+    if wrong := [kind for kind in kinds if kind not in (FULL, SHARED)]:
+        raise CheckpointError(f"config.json: {name} holds {shown(wrong[0])}; built: full, shared", next=again)
+    if kinds[0] == SHARED:
+        raise CheckpointError(
+            f"config.json: {name} begins with a shared layer, which has no earlier choice", next=again
         )
     return kinds
 

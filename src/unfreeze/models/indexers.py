@@ -1,4 +1,4 @@
-"""Which indexers of a model train (blocks/sparse.py). They are frozen unless somebody asks."""
+"""The indexers of a model (blocks/sparse.py), which are frozen unless `train_indexers` is called."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ NAMED: dict[str, str] = {
     "nemotron_h": "layers with a recurrent state (Mamba-2)",
     "nemotron-nas": "layers of different sizes, some without attention",
     "minimax_m3": "sparse attention by blocks",
+    "step3p7": "a gate for each head of attention, numbers of heads that differ by layer",
     # transformers 5.23 has no class to compare with, and a release's own code is not run
     "mimo": "a decoder that only the release's own code describes",
-    "step3p7": "a decoder that only the release's own code describes",
 }
 """model_type -> the missing part, for a config whose fields don't tell. docs/reference/families.md lists
 them."""

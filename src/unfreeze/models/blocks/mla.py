@@ -98,7 +98,7 @@ class MLA(Block):
         return q_THd
 
     def latent(self, x_TD: Tensor, run: Pass) -> Tensor:
-        """What is cached, [T, c + r]: the latent and one rotary key shared by all heads."""
+        """The latent and one rotary key shared by all heads, [T, c + r]: they are cached."""
         latent_Tc, k_rope_Tr = self.kv_a_proj_with_mqa(x_TD, run.reuse_linear).split(
             (self.kv_b_proj.in_features, self.rope), dim=-1
         )
