@@ -279,6 +279,23 @@ def test_so_is_that_of_sparse_attention(shared, recompute, live, monkeypatch):
     assert 1 <= predicted(config, torch.bfloat16, recompute, live, monkeypatch, documents=2) < 1.2
 
 
+def test_chosen_keys_that_later_layers_use_stay_until_backward():
+    """Three layers choose 64 keys of 4 bytes for each of 100 tokens; the choice of one is used once more."""
+    kinds = {"indexer_types": ["full", "shared", "full", "full"], "model_type": "glm_moe_dsa"}
+    shape = models.shape(CONFIGS["deepseek_v3"] | INDEXED | kinds)
+    sizes = measure_sizes(models.build(shape, dtype=torch.bfloat16, device="meta"), None)
+    assert sizes.choosing == (3, 1)
+    one = 100 * 64 * 4
+    assert sizes.chosen_keys(100, 65, recomputed=False) == 3 * one
+    assert sizes.chosen_keys(100, 65, recomputed=True) == one
+    assert sizes.chosen_keys(100, 64, recomputed=False) == 0
+    terms = [
+        plan(sizes, RESIDENT.but(recompute="layers"), Work(tokens=100, longest=longest), MACHINE).terms
+        for longest in (64, 65)
+    ]
+    assert "chosen keys" not in terms[0] and terms[1]["chosen keys"] == one
+
+
 INDEXED = {"model_type": "deepseek_v32", "index_topk": 64, "index_n_heads": 16, "index_head_dim": 32}
 
 

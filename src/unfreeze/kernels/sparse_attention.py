@@ -109,11 +109,10 @@ def heads_at_once(length: int) -> int:
     return max(1, SCORE_BYTES // (4 * QUERIES * length))
 
 
-def selected_bytes(heads: int, width: int, value_width: int, keys: int, *, tokens: int, length: int) -> int:
-    """Bytes that sparse attention adds for documents of `length`: chosen keys, and a block's workspace."""
+def selected_bytes(heads: int, width: int, value_width: int, length: int) -> int:
+    """Bytes of a block's workspace in backward, for documents of `length`; the chosen keys are left out."""
     few = min(heads, heads_at_once(length))
-    block = scratch_bytes(few, few, width, value_width, tokens=length, length=length, window=None)
-    return 4 * tokens * keys + block
+    return scratch_bytes(few, few, width, value_width, tokens=length, length=length, window=None)
 
 
 def index_divergence(

@@ -198,6 +198,8 @@ def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
         parts = [part_bytes(layer, work.processes) for layer in sizes.rest]
         base += sum(parts) - sum(sizes.rest)
         gathered = buffer_bytes([work.processes * part for part in parts])
+    recomputed, longest = layout.recompute != "nothing", work.longest or work.tokens
+    chosen = sizes.chosen_keys(work.tokens, longest, recomputed=recomputed)
     return Plan(
         terms={
             "base": base,
@@ -209,6 +211,7 @@ def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
             **({"projections": int(learnt * (8 + MOMENT_BYTES[work.optimizer_moments]))} if learnt else {}),
             "batch and rotary tables": work.tokens * (BATCH_BYTES + sizes.tables),
             **worst,
+            **({"chosen keys": chosen} if chosen else {}),
             "expert workspace": max(sizes.workspace + cast, work.aside.workspace if work.aside else 0),
             "attention workspace": _attention(sizes, work, hardware.kind),
         },
@@ -442,8 +445,7 @@ def _attention(sizes: Sizes, work: Work, kind: str) -> int:
     def sized(shape: AttentionShape) -> int:
         *widths, window, by_blocks, _, keys = shape
         if keys is not None and keys < length:
-            sizes = shape.width, shape.value_width
-            return selected_bytes(shape.heads, *sizes, keys, tokens=work.tokens, length=length)
+            return selected_bytes(shape.heads, shape.width, shape.value_width, length)
         narrower = window is not None and window < length
         if by_blocks or narrower:
             return scratch_bytes(
