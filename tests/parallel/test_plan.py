@@ -19,7 +19,7 @@ from unfreeze.core.errors import DoesNotFit
 from unfreeze.core.layout import RESIDENT
 from unfreeze.core.process import COMPILED
 from unfreeze.kernels import expert_mlp, linear_cross_entropy, sparse_attention
-from unfreeze.kernels.attention import by_blocks, workspace
+from unfreeze.kernels.attention import workspace
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.expert_mlp import loop_cpu, release_scratch, scratch_bytes
 from unfreeze.kernels.expert_mlp.grouped import Grouped
@@ -264,8 +264,9 @@ def test_a_steps_memory_is_predicted_within_a_tenth(name, dtype, recompute, live
     assert 0.9 < predicted(CONFIGS[name], dtype, recompute, live, monkeypatch) < 1.1
 
 
-@pytest.mark.parametrize("recompute", ["layers", "selective", "nothing"])
-@pytest.mark.parametrize("shared", [False, True], ids=["own choices", "shared choices"])
+@pytest.mark.parametrize(
+    ("shared", "recompute"), [(False, "layers"), (True, "selective"), (False, "nothing")]
+)
 def test_so_is_that_of_sparse_attention(shared, recompute, live, monkeypatch):
     """Documents of 1,024 tokens, of which a token sees 64.
 
@@ -274,8 +275,7 @@ def test_so_is_that_of_sparse_attention(shared, recompute, live, monkeypatch):
     config = CONFIGS["deepseek_v3"] | INDEXED
     if shared:
         config |= {"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"]}
-    for module in (by_blocks, sparse_attention):  # one head at a time, as at 64 K tokens
-        monkeypatch.setattr(module, "SCORE_BYTES", 1 << 19)
+    monkeypatch.setattr(sparse_attention, "heads_at_once", lambda length: 1)  # as at 64 K tokens
     assert 1 <= predicted(config, torch.bfloat16, recompute, live, monkeypatch, documents=2) < 1.2
 
 
