@@ -7,14 +7,16 @@ from unfreeze.models.blocks.sparse import Indexer, SparseMLA
 from unfreeze.models.decoder import Decoder
 
 
+def sparse_layers(model: Decoder) -> dict[int, SparseMLA]:
+    """Layer index -> its sparse attention, for the layers that have one."""
+    children = ((index, part) for index, layer in enumerate(model.layers) for part in layer.children())
+    return {index: part for index, part in children if isinstance(part, SparseMLA)}
+
+
 def indexers(model: Decoder) -> dict[int, Indexer]:
     """Layer index -> its indexer. Layers that use an earlier layer's choice have none."""
-    attentions = {index: layer.self_attn for index, layer in enumerate(model.layers)}
-    return {
-        index: attention.indexer
-        for index, attention in attentions.items()
-        if isinstance(attention, SparseMLA) and attention.indexer is not None
-    }
+    sparse = sparse_layers(model)
+    return {index: part.indexer for index, part in sparse.items() if part.indexer is not None}
 
 
 def trained_indexers(model: Decoder) -> list[int]:

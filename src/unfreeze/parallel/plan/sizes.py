@@ -9,7 +9,7 @@ from torch import nn
 from unfreeze.config.lora import LoraConfig
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.bytes import AttentionShape, Block
-from unfreeze.models.blocks.sparse import SparseMLA
+from unfreeze.models.indexers import sparse_layers
 from unfreeze.models.targets import largest_per_rank, per_rank
 from unfreeze.parallel.placement.peers import rest_bytes
 from unfreeze.parallel.placement.residency import bytes_of_expert, come_whole, streamed_bytes
@@ -112,7 +112,7 @@ class Sizes:
 
 def choosing(model: Decoder) -> tuple[int, int]:
     """As Sizes.choosing."""
-    sparse = [layer.self_attn for layer in model.layers if isinstance(layer.self_attn, SparseMLA)]
+    sparse = sparse_layers(model).values()
     return sum(part.indexer is not None for part in sparse), sum(part.followed for part in sparse)
 
 
