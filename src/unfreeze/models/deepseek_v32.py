@@ -60,7 +60,7 @@ ONLY = {
 FIELDS = Fields(
     absent=ABSENT,
     read=names("mlp_layer_types num_nextn_predict_layers num_mtp_layers"),
-    null=names("num_key_value_heads"),
+    null=names("q_lora_rank num_key_value_heads"),
     only=ONLY | {"indexer_rope_interleave": lambda config: False},
     never_null=names("norm_topk_prob"),
     # head_dim: transformers puts the rotary width in its place
