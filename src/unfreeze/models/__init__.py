@@ -20,16 +20,19 @@ from unfreeze.core.lazy import on_first_use
 from unfreeze.models import (
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     ernie4_5_moe,
     gemma2,
     gemma3_text,
     gemma4_text,
     glm4_moe,
+    glm_moe_dsa,
     gpt_oss,
     granite,
     granitemoe,
     llama,
     llama4_text,
+    mimo_v2_flash,
     minimax_m2,
     ministral,
     ministral3,
@@ -102,17 +105,20 @@ __all__ = [
 FAMILIES: dict[str, ModuleType] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "deepseek_v32": deepseek_v32,
     "ernie4_5_moe": ernie4_5_moe,
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
     "gemma4_text": gemma4_text,
     "glm4_moe": glm4_moe,
+    "glm_moe_dsa": glm_moe_dsa,
     "gpt_oss": gpt_oss,
     "granite": granite,
     "granitemoe": granitemoe,
     "kimi_k2": deepseek_v3,
     "llama": llama,
     "llama4_text": llama4_text,
+    "mimo_v2_flash": mimo_v2_flash,
     "minimax_m2": minimax_m2,
     "ministral": ministral,
     "ministral3": ministral3,
@@ -249,7 +255,10 @@ def shape(config: Mapping[str, Any]) -> Shape:
     present = without_nulls(text)
     family = _family(present)
     check_fields(present)
-    if unbuilt_parts(present):
+    unread = {
+        name: present[name] for name in present.keys() - family.FIELDS.read - family.FIELDS.absent.keys()
+    }
+    if unbuilt_parts(unread):
         _not_built(present, present["model_type"])
     completed = family.FIELDS.completed(text, present, nested=text is not config)
     refuse_unbuilt(completed, family.FIELDS)

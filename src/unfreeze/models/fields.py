@@ -58,7 +58,7 @@ class Number:
 class Of:
     """A value of one type: "true or false", "a text", "an object"."""
 
-    type: type
+    type: type | tuple[type, ...]
     words: str
 
     def __str__(self) -> str:
@@ -103,6 +103,9 @@ FIELDS: dict[str, Kind] = {
         Whole(0, 1000),
     ),
     "shared_expert_intermediate_size": Whole(0, WIDTH),
+    **dict.fromkeys(("index_topk", "index_n_heads", "index_head_dim"), Whole(1, COUNT)),
+    **dict.fromkeys(("index_topk_freq", "index_skip_topk_offset"), Whole(0, 10_000)),
+    "index_topk_pattern": Of((str, list), "a letter per layer, F or S, or a list with an entry per layer"),
     "num_hidden_layers": Whole(1, 10_000),
     "full_attention_interval": Whole(1, 10_000),
     "linear_conv_kernel_dim": Whole(1, 64),
@@ -112,7 +115,8 @@ FIELDS: dict[str, Kind] = {
     ),
     "first_k_dense_replace": Whole(0, 10_000),
     "decoder_sparse_step": Whole(1, 10_000),
-    **dict.fromkeys(("moe_layer_freq", "moe_layer_interval"), Whole(1, 10_000)),
+    "moe_layer_interval": Whole(1, 10_000),
+    "moe_layer_freq": Of((int, list), "a whole number, or a list with an entry per layer"),
     **dict.fromkeys(("moe_layer_start_index", "moe_layer_end_index"), Whole(-1, 10_000)),
     "vocab_size": Whole(1, 2**24),
     "max_position_embeddings": Whole(1, 2**31),
@@ -135,9 +139,10 @@ FIELDS: dict[str, Kind] = {
     ),
     **dict.fromkeys(("rope_interleave", "is_causal", "use_qk_norm", "qkv_bias", "use_bias"), FLAG),
     "attention_out_bias": FLAG,
-    "sliding_window": Whole(0, 2**31),
+    **dict.fromkeys(("sliding_window", "sliding_window_size"), Whole(0, 2**31)),
+    "attention_value_scale": Number(0),
     "no_rope_layer_interval": Whole(1, 10_000),
-    **dict.fromkeys(("layer_types", "no_rope_layers"), PER_LAYER),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types"), PER_LAYER),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), Number(0)),
     **dict.fromkeys(("logits_scaling", "final_logit_softcapping", "attn_logit_softcapping"), Number(0)),
     **dict.fromkeys(("query_pre_attn_scalar", "rope_local_base_freq"), Number(1, closed=True)),
