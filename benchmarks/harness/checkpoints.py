@@ -32,7 +32,7 @@ def quantized(codec: Codec, shape: torch.Size, generator: torch.Generator) -> di
 
 
 def expanded(codec: Codec, shape: torch.Size, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """What `quantized` packs, expanded to bf16: the same numbers for a reader without the format."""
+    """The numbers that `quantized` packs, expanded to bf16 for a reader without the format."""
     return {"weight": codec.dequantize(quantized(codec, shape, generator)).bfloat16()}
 
 

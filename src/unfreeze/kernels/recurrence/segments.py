@@ -1,4 +1,4 @@
-"""Where the tokens of a packed batch lie when a recurrence runs over them in chunks.
+"""Places of the tokens of a packed batch when a recurrence runs over them in chunks.
 
 Documents are sorted by length, longest first, and cut into chunks of C tokens. Step i is the i-th chunk of
 every document that has one, so all documents advance together. A segment is a run of steps; backward

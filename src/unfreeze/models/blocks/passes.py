@@ -117,7 +117,7 @@ class PackedPass:
 
     @cached_property
     def segments(self) -> Segments:
-        """Where the tokens lie when a recurrence runs in chunks; built once for all layers."""
+        """Places of the tokens when a recurrence runs in chunks; built once for all layers."""
         return Segments.build(self.layout.starts, self.layout.num_tokens, self.cos_Tr.device)
 
     @cached_property
