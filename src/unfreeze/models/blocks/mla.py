@@ -73,9 +73,7 @@ class MLA(Block):
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         # the query: only its last r elements rotate
-        q_THd = self._query(x_TD, run).unflatten(-1, (self.num_heads, -1))
-        tables = run.tables()
-        q_THd = rotary(q_THd, *tables, self.pairs)
+        q_THd = self.rotate(self._query(x_TD, run).unflatten(-1, (self.num_heads, -1)), run)
         if self.temperature is not None:
             factor_T1, _ = run.tables(self.temperature)
             q_THd = q_THd * factor_T1[:, None].to(q_THd.dtype)
@@ -84,11 +82,15 @@ class MLA(Block):
         latent_Tc, k_rope_Tr = self.kv_a_proj_with_mqa(x_TD, run.reuse_linear).split(
             (self.kv_b_proj.in_features, self.rope), dim=-1
         )
-        k_rope_Tr = rotary(k_rope_Tr[:, None], *tables, self.pairs)[:, 0]
+        k_rope_Tr = self.rotate(k_rope_Tr[:, None], run)[:, 0]
         (latent,) = run.remember(self.layer, torch.cat((self.kv_a_layernorm(latent_Tc), k_rope_Tr), dim=-1))
 
         attend = self.expanded if run.latent == "expanded" else self.absorbed
         return self.o_proj(attend(q_THd, latent, run).flatten(1), run.reuse_linear)
+
+    def rotate(self, x_THd: Tensor, run: Pass) -> Tensor:
+        """x with its last r elements rotated."""
+        return rotary(x_THd, *run.tables(), self.pairs)
 
     def expanded(self, q_THd: Tensor, latent_TC: Tensor, run: Pass) -> Tensor:
         """Expand keys and values of every token from its latent, C = [c | r], once. -> [T, H, v]."""
@@ -215,6 +217,15 @@ class MLA(Block):
         assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
         low_rank = self.q_a_layernorm(self.q_a_proj(x_TD, run.reuse_linear))
         return self.q_b_proj(low_rank, run.reuse_linear)
+
+
+class UnrotatedMLA(MLA):
+    """MLA whose r further elements of a key do not rotate: all heads share them (Kimi Linear)."""
+
+    record = None  # type: ignore[assignment]  # a step of generation calls forward
+
+    def rotate(self, x_THd: Tensor, run: Pass) -> Tensor:
+        return x_THd
 
 
 def _right(x_HSq: Tensor, in_qc: Tensor | None) -> Tensor:

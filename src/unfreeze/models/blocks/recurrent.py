@@ -63,7 +63,7 @@ class Decay(nn.Module):
 
     def forward(self, a_TH: Tensor) -> Tensor:
         """g [T, H] for a [T, H]; [T, H, k] for a [T, H k]."""
-        return recomputed(_log_decay, a_TH, self.A_log, self.dt_bias)
+        return recomputed(_log_decay, a_TH, self.A_log.flatten(), self.dt_bias)
 
     def reset(self, generator: torch.Generator) -> None:
         """A uniform in 1 to 16, a step softplus(dt_bias) log-uniform in .001 to .1 (Mamba-2)."""
@@ -71,6 +71,19 @@ class Decay(nn.Module):
         step = torch.exp(draw * (torch.tensor(0.1).log() - torch.tensor(1e-3).log())) * 1e-3
         self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
         self.A_log.copy_((1 + 15 * torch.rand(self.A_log.shape, generator=generator)).log())
+
+
+class ChannelDecay(Decay):
+    """A decay per head and key channel (KDA): A_log is [1, 1, H, 1], as in its releases; dt_bias [H k]."""
+
+    def __init__(self, heads: int, width: int, *, device: torch.device | str):
+        super().__init__(heads, width, device=device)
+        self.width = width
+        self.A_log = nn.Parameter(self.A_log.detach()[None, None, :, None])
+
+    def forward(self, a_TH: Tensor) -> Tensor:
+        """g [T, H, k] for a [T, H k], also if k is 1."""
+        return super().forward(a_TH).view(len(a_TH), self.heads, self.width)
 
 
 def _log_decay(a_TH: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
