@@ -1,4 +1,4 @@
-"""Kimi Linear: Kimi Delta Attention, and in every fourth layer latent attention without rotation; many experts.
+"""Kimi Linear: Kimi Delta Attention; every fourth layer has latent attention without rotation; many experts.
 
 Source: arXiv:2510.26692; names and fields as in the release Kimi-Linear-48B-A3B.
 """

@@ -1,4 +1,7 @@
-"""LFM2: short convolutions between two gates, and attention in some layers. Source: the model card of LFM2-1.2B."""
+"""LFM2: short convolutions between two gates, and attention in some layers.
+
+Source: the model card of LFM2-1.2B.
+"""
 
 from __future__ import annotations
 

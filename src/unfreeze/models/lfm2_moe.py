@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _DISK, _OURS = "model.layers.{layer}.feed_forward.", "model.layers.{layer}.mlp."
 RULES = (
     *lfm2.RULES,
-    *(replace(rule, disk=rule.disk.replace("block_sparse_moe", "feed_forward")) for rule in mixtral.RULES),
+    *(replace(rule, disk=rule.disk.replace("block_sparse_moe", "feed_forward")) for rule in mixtral.SINGLE),
     *(replace(rule, disk=rule.disk.replace(".mlp.", ".feed_forward.")) for rule in deepseek_v3.FUSED),
     StackRule(_DISK + "expert_bias", _OURS + "gate.e_score_correction_bias"),
 )
