@@ -5,6 +5,7 @@ A family with other names lists them in RENAMED as (ours, transformers') parts; 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from unfreeze import models
 from unfreeze.checkpoint.keymap import disk_module
 from unfreeze.core.errors import AdapterError
+from unfreeze.models.targets import candidates
 
 
 def theirs(model: nn.Module, name: str) -> str:
@@ -37,14 +39,34 @@ def prefix_in(model: nn.Module, prefix: str) -> str:
 
 
 def in_ours(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
-    """adapter_config.json with our names in target_parameters, rank_pattern and alpha_pattern."""
+    """adapter_config.json with our names in target_parameters, rank_pattern and alpha_pattern.
+
+    They may hold the end of a name alone ("w1.weight"), so the weights that transformers' names mean are added.
+    """
+    if not _renamed(model):
+        return {**config}
+    modules = [name for c in candidates(model) for name in (c.name, *c.projections)]
+    every = {name: theirs(model, name) for module in modules for name in (module, f"{module}.weight")}
     named = {**config}
     if config.get("target_parameters"):
-        named["target_parameters"] = [ours(model, target) for target in config["target_parameters"]]
+        named["target_parameters"] = [
+            name
+            for target in config["target_parameters"]
+            for name in (ours(model, target), *_ending(re.escape(target), every))
+        ]
     for field in ("rank_pattern", "alpha_pattern"):
         if config.get(field):
-            named[field] = {ours(model, key): value for key, value in config[field].items()}
+            named[field] = {
+                "|".join((ours(model, key), *map(re.escape, _ending(key, every)))): value
+                for key, value in config[field].items()
+            }
     return named
+
+
+def _ending(key: str, every: Mapping[str, str]) -> list[str]:
+    """Our names of the weights whose names in transformers `key` matches, at their end as in peft."""
+    whole = re.compile(rf"(.*\.)?({key})$")
+    return [name for name, other in every.items() if whole.match(other)]
 
 
 def swapped(model: nn.Module) -> bool:
