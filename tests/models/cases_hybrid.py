@@ -101,4 +101,74 @@ CASES = {
         renamed=LFM2_NAMES,
     ),
 }
-CONFIGS = {}
+_USUAL = {name: value for name, value in COMMON.items() if name not in ("rms_norm_eps", "num_hidden_layers")}
+_LFM2 = _USUAL | {"num_hidden_layers": 3, "norm_eps": 1e-3, "conv_L_cache": 3, "conv_bias": False}
+CONFIGS = {
+    "kimi_linear": COMMON
+    | {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 8,
+        "model_max_length": 4096,
+        "linear_attn_config": {
+            "kda_layers": [1, 2],
+            "full_attn_layers": [3],
+            "num_heads": 2,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+        "q_lora_rank": None,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "mla_use_nope": True,
+        "num_experts": 64,
+        "num_experts_per_token": 2,
+        "num_expert_group": 4,
+        "topk_group": 2,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 256,
+        "moe_layer_freq": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "use_grouped_topk": True,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.446,
+        "num_nextn_predict_layers": 0,
+    },
+    "lfm2": _LFM2
+    | {
+        "block_auto_adjust_ff_dim": True,
+        "block_dim": 64,
+        "block_ff_dim": 96,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_mlp_init_scale": 1.0,
+        "block_multiple_of": 8,
+        "block_out_init_scale": 1.0,
+        "block_use_swiglu": True,
+        "block_use_xavier_init": True,
+        "conv_dim": 64,
+        "conv_dim_out": 64,
+        "conv_use_xavier_init": True,
+        "full_attn_idxs": [1],
+        "num_heads": 4,
+        "use_pos_enc": True,
+    },
+    "lfm2_moe": _LFM2
+    | {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "moe_intermediate_size": 256,
+        "num_dense_layers": 1,
+        "num_experts": 64,
+        "num_experts_per_tok": 4,
+        "use_expert_bias": True,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    },
+}
+READ = {
+    "kimi_linear": {"rms_norm_eps"},
+    "lfm2": {"norm_eps", "rope_theta"},
+    "lfm2_moe": {"norm_eps", "rope_theta"},
+}
+"""Fields that move the numbers of a family that has no rms_norm_eps or does not rotate."""

@@ -198,7 +198,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if outer in WRAPPERS and text.get("model_type") is None:
         text = {**text, "model_type": WRAPPERS[outer].text}
     inner = str(text.get("model_type"))
-    if outer not in WRAPPERS and inner not in FAMILIES:
+    if outer not in WRAPPERS and (inner not in FAMILIES or unbuilt_parts(without_nulls(text))):
         return _not_built(config, outer, f" (its text part: {inner!r})")
     if outer not in WRAPPERS:
         raise CheckpointError(

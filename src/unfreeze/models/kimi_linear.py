@@ -64,6 +64,7 @@ FIELDS = Fields(
         "tie_word_embeddings": False,
         "model_max_length": 1048576,
         "attention_bias": False,
+        "num_key_value_heads": 32,
         "q_lora_rank": None,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
