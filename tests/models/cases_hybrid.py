@@ -1,174 +1,103 @@
-"""Kimi Linear and LFM2: cases for test_families.py, a config.json for test_config_fields.py."""
+"""The hybrids, whose layers have a recurrent state: cases for test_families.py, a config.json for
+test_config_fields.py."""
 
-from cases_moe import MLA
-from family_case import COMMON, Case
+from cases_dense import QWEN_VISION
+from family_case import COMMON, NESTED, YARN, Case
 
-KIMI = {
-    **{name: size for name, size in MLA.items() if name not in ("n_routed_experts", "first_k_dense_replace")},
-    "num_local_experts": 8,
-    "linear_head_dim": 16,
-    "linear_num_heads": 2,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "mlp_layer_types": ["dense", "sparse", "sparse"],
-}
-CONVS = ("q_conv1d", "k_conv1d", "v_conv1d")
-KIMI_NAMES = {
-    "renamed": (
-        *((name, "conv1d") for name in CONVS),
-        *((f"self_attn.{name}", f"self_attn.forget_gate.{name}") for name in ("f_a_proj", "f_b_proj")),
-        ("self_attn.decay.", "self_attn.forget_gate."),
-    ),
-    "fused": CONVS,
-}
-LFM2 = {
+DELTA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "layer_types": ["conv", "full_attention", "conv"],
-    "block_multiple_of": 8,
-    "norm_eps": 1e-4,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_hidden_layers": 4,
+    # at .2, as elsewhere, transformers' float32 logits of 4 such layers are .005 from its float64 ones
+    "initializer_range": 0.05,
 }
-LFM2_NAMES = (
-    ("mlp.gate.e_score_correction_bias", "mlp.expert_bias"),
-    ("mlp.gate_proj", "mlp.w1"),
-    ("mlp.up_proj", "mlp.w3"),
-    ("mlp.down_proj", "mlp.w2"),
-    ("mlp.", "feed_forward."),
-    ("self_attn.o_proj", "self_attn.out_proj"),
-    ("q_norm", "q_layernorm"),
-    ("k_norm", "k_layernorm"),
-    ("input_layernorm", "operator_norm"),
-    ("post_attention_layernorm", "ffn_norm"),
-    ("model.norm.", "model.embedding_norm."),
-)
-LFM2_MOE = {
-    **{name: value for name, value in LFM2.items() if not name.startswith("block")},
+EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
-    "num_dense_layers": 1,
+    "shared_expert_intermediate_size": 40,
 }
+DECAY = (("linear_attn.decay.", "linear_attn."),)
+MROPE = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+QWEN_VISION_3_5 = {name: size for name, size in QWEN_VISION.items() if name != "deepstack_visual_indexes"}
+ROTATION = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 
 CASES = {
-    "kimi-linear": Case("KimiLinear", KIMI, **KIMI_NAMES),
-    "kimi-linear-groups": Case(
-        "KimiLinear",
+    "qwen3-next": Case("Qwen3Next", {**DELTA, **EXPERTS}, renamed=DECAY),
+    "qwen3-next-mixed-yarn": Case(
+        "Qwen3Next",
         {
-            **{name: value for name, value in KIMI.items() if not name.endswith("layer_types")},
-            "linear_attn_config": {
-                "kda_layers": [1, 2],
-                "full_attn_layers": [3],
-                "num_heads": 4,
-                "head_dim": 8,
-                "short_conv_kernel_size": 3,
-            },
-            "first_k_dense_replace": 2,
-            "num_expert_group": 4,
-            "topk_group": 2,
-            "q_lora_rank": 40,
-            "num_shared_experts": 2,
-            "moe_renormalize": False,
-        },
-        **KIMI_NAMES,
-    ),
-    "lfm2": Case("Lfm2", LFM2, renamed=LFM2_NAMES),
-    "lfm2-biases-untied": Case(
-        "Lfm2",
-        {
-            **{name: value for name, value in LFM2.items() if name != "layer_types"},
-            "full_attn_idxs": [0, 2],
-            "conv_bias": True,
-            "conv_L_cache": 4,
-            "block_ff_dim": 99,
-            "block_ffn_dim_multiplier": 1.3,
-            "tie_embedding": False,
-        },
-        renamed=LFM2_NAMES,
-    ),
-    "lfm2-width-as-said": Case("Lfm2", {**LFM2, "block_auto_adjust_ff_dim": False}, renamed=LFM2_NAMES),
-    "lfm2-moe": Case("Lfm2Moe", LFM2_MOE, renamed=LFM2_NAMES),
-    "lfm2-moe-no-bias": Case(
-        "Lfm2Moe",
-        {
-            **LFM2_MOE,
-            "layer_types": ["full_attention", "conv", "conv"],
-            "num_dense_layers": 0,
-            "use_expert_bias": False,
+            **DELTA,
+            **EXPERTS,
+            "mlp_only_layers": [1],
             "norm_topk_prob": False,
-            "routed_scaling_factor": 2.0,
-            "conv_bias": True,
-            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
         },
-        renamed=LFM2_NAMES,
+        renamed=DECAY,
+    ),
+    "qwen3.5": Case("Qwen3_5", DELTA, config="Qwen3_5TextConfig", renamed=DECAY),
+    "qwen3.5-nested-tied": Case(
+        "Qwen3_5",
+        {
+            "text_config": {
+                **DELTA,
+                "model_type": "qwen3_5_text",
+                "tie_word_embeddings": True,
+                "linear_num_key_heads": 4,
+                "linear_key_head_dim": 12,
+                "rope_parameters": {**ROTATION, **MROPE},
+            },
+            "vision_config": QWEN_VISION_3_5,
+            "tie_word_embeddings": True,
+        },
+        model="Qwen3_5ForConditionalGeneration",
+        renamed=(*DECAY, *NESTED),
+    ),
+    "qwen3.5-moe": Case("Qwen3_5Moe", {**DELTA, **EXPERTS}, config="Qwen3_5MoeTextConfig", renamed=DECAY),
+    "qwen3.5-moe-nested": Case(
+        "Qwen3_5Moe",
+        {
+            "text_config": {
+                **DELTA,
+                **EXPERTS,
+                "model_type": "qwen3_5_moe_text",
+                "tie_word_embeddings": False,
+                "rope_parameters": {**ROTATION, **MROPE, "partial_rotary_factor": 0.5},
+            },
+            "vision_config": QWEN_VISION_3_5,
+        },
+        model="Qwen3_5MoeForConditionalGeneration",
+        renamed=(*DECAY, *NESTED),
     ),
 }
-_USUAL = {name: value for name, value in COMMON.items() if name not in ("rms_norm_eps", "num_hidden_layers")}
-_LFM2 = _USUAL | {"num_hidden_layers": 3, "norm_eps": 1e-3, "conv_L_cache": 3, "conv_bias": False}
+
+_SIZES = {
+    "head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "full_attention_interval": 2,
+    "partial_rotary_factor": 0.25,
+}
+_MANY = {
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+}
 CONFIGS = {
-    "kimi_linear": COMMON
-    | {
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 8,
-        "model_max_length": 4096,
-        "linear_attn_config": {
-            "kda_layers": [1, 2],
-            "full_attn_layers": [3],
-            "num_heads": 2,
-            "head_dim": 16,
-            "short_conv_kernel_size": 4,
-        },
-        "q_lora_rank": None,
-        "kv_lora_rank": 64,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "mla_use_nope": True,
-        "num_experts": 64,
-        "num_experts_per_token": 2,
-        "num_expert_group": 4,
-        "topk_group": 2,
-        "num_shared_experts": 1,
-        "moe_intermediate_size": 256,
-        "moe_layer_freq": 1,
-        "moe_renormalize": True,
-        "moe_router_activation_func": "sigmoid",
-        "use_grouped_topk": True,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.446,
-        "num_nextn_predict_layers": 0,
-    },
-    "lfm2": _LFM2
-    | {
-        "block_auto_adjust_ff_dim": True,
-        "block_dim": 64,
-        "block_ff_dim": 96,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_mlp_init_scale": 1.0,
-        "block_multiple_of": 8,
-        "block_out_init_scale": 1.0,
-        "block_use_swiglu": True,
-        "block_use_xavier_init": True,
-        "conv_dim": 64,
-        "conv_dim_out": 64,
-        "conv_use_xavier_init": True,
-        "full_attn_idxs": [1],
-        "num_heads": 4,
-        "use_pos_enc": True,
-    },
-    "lfm2_moe": _LFM2
-    | {
-        "layer_types": ["conv", "full_attention", "conv"],
-        "moe_intermediate_size": 256,
-        "num_dense_layers": 1,
-        "num_experts": 64,
-        "num_experts_per_tok": 4,
-        "use_expert_bias": True,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-    },
+    "qwen3_next": COMMON | _SIZES | _MANY | {"decoder_sparse_step": 1, "norm_topk_prob": True},
+    "qwen3_5_text": COMMON | _SIZES | {"attn_output_gate": True},
+    "qwen3_5_moe_text": COMMON | _SIZES | _MANY | {"attn_output_gate": True},
 }
-READ = {
-    "kimi_linear": {"rms_norm_eps"},
-    "lfm2": {"norm_eps", "rope_theta"},
-    "lfm2_moe": {"norm_eps", "rope_theta"},
-}
-"""Fields that move the numbers of a family that has no rms_norm_eps or does not rotate."""

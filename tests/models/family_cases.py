@@ -4,6 +4,7 @@ import re
 
 import cases_dense
 import cases_hybrid
+import cases_kimi_lfm2
 import cases_moe
 import torch
 import transformers
@@ -12,8 +13,9 @@ from family_case import SMALL, Case
 from unfreeze import models
 from unfreeze.core.batch import Batch
 
-CASES = {**cases_dense.CASES, **cases_moe.CASES, **cases_hybrid.CASES}
-CONFIGS = {**cases_dense.CONFIGS, **cases_moe.CONFIGS, **cases_hybrid.CONFIGS}
+_FILES = (cases_dense, cases_moe, cases_hybrid, cases_kimi_lfm2)
+CASES = {name: case for file in _FILES for name, case in file.CASES.items()}
+CONFIGS = {name: config for file in _FILES for name, config in file.CONFIGS.items()}
 
 DOCUMENTS = [[5, 17, 3, 88, 41, 2, 9], [11, 7], [60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71]]
 

@@ -6,7 +6,7 @@ and what changes numbers.
 """
 
 import pytest
-from cases_hybrid import READ
+from cases_kimi_lfm2 import READ
 from family_cases import CONFIGS
 
 from unfreeze import models

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from unfreeze.quant.codec import Codec
 from unfreeze.quant.formats import recognise
 from unfreeze.quant.scheme import CodecFor, nothing_packed
 
+Norm = TypeVar("Norm", bound=RMSNorm)
 HeldFor = Callable[[str], torch.dtype | None]
 """Name of a module on disk -> the dtype its frozen matrix is held in; None: the computation's."""
 
@@ -76,7 +77,12 @@ class Factory:
         """One number that is never trained: a buffer of its module."""
         return torch.empty(1, dtype=self.dtype, device=self.device)
 
+    @overload
+    def norm(self, size: int, eps: float) -> RMSNorm: ...
+    @overload
+    def norm(self, size: int, eps: float, kind: type[Norm]) -> Norm: ...
     def norm(self, size: int, eps: float, kind: type[RMSNorm] = RMSNorm) -> RMSNorm:
+        """A norm; `kind` is its class."""
         return kind(size, eps, dtype=self.dtype, device=self.device)
 
     def short_conv(self, channels: int, taps: int, *, silu: bool, bias: bool = False) -> ShortConv:

@@ -50,7 +50,7 @@ SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layers with a recurrent state (xLSTM)", ("sequence_kernel", "chunkwise_kernel")),
     (
         "layers with a recurrent state (linear attention)",
-        ("linear_attn_alpha_factor", "linear_attn_config", "linear_num_heads", "linear_num_key_heads"),
+        ("linear_attn_alpha_factor", "linear_attn_config", "linear_conv_kernel_dim"),
     ),
     ("layers of short convolutions", ("conv_L_cache",)),
     ("mixed streams (AltUp)", ("altup_num_inputs",)),
