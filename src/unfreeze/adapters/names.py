@@ -41,7 +41,7 @@ def prefix_in(model: nn.Module, prefix: str) -> str:
 def in_ours(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
     """adapter_config.json with our names in target_parameters, rank_pattern and alpha_pattern.
 
-    They may hold the end of a name alone ("w1.weight"), so the weights that transformers' names mean are added.
+    They may hold the end of a name alone ("w1.weight"): all of our names that it means are added.
     """
     if not _renamed(model):
         return {**config}

@@ -174,8 +174,8 @@ def delta_attention(shape: Shape, index: int, make: Factory) -> KimiDeltaAttenti
         index,
         H,
         k,
-        projections={part: make.linear(f"{name}.{part}", *size) for part, size in sizes.items()},
-        convs={f"{part}_conv1d": make.short_conv(H * k, taps, silu=True) for part in "qkv"},
         decay=make.channel_decay(H, k),
         o_norm=make.norm(k, shape.rms_norm_eps, SigmoidGatedNorm),
+        **{part: make.linear(f"{name}.{part}", *size) for part, size in sizes.items()},
+        **{f"{part}_conv1d": make.short_conv(H * k, taps, silu=True) for part in "qkv"},
     )

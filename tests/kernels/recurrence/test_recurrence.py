@@ -9,7 +9,14 @@ from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from unfreeze.kernels.recurrence import Rule, Segments, packed_recurrence, recurrence_step, segments
+from unfreeze.kernels.recurrence import (
+    Rule,
+    Segments,
+    final_states,
+    packed_recurrence,
+    recurrence_step,
+    segments,
+)
 from unfreeze.kernels.recurrence import chunked as chunks
 
 KINDS = ("delta rule", "kda", "ssd")
@@ -21,7 +28,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch):
     """Several segments in a small batch: their states and gradients flow from one to the next."""
-    monkeypatch.setattr(segments, "SLOTS", 256)
+    monkeypatch.setitem(segments.SLOTS, "cpu", 256)
 
 
 def inputs_of(kind, dtype=torch.float64, lengths=LENGTHS, G=2, H=4, k=16, v=8) -> list[Tensor | None]:
@@ -43,9 +50,13 @@ def starts_of(lengths) -> list[int]:
 
 
 def chunked(inputs, kind, lengths=LENGTHS, starts=None):
-    """(o, the states after each document) of packed_recurrence."""
+    """(o of packed_recurrence, the states after each document)."""
     starts = starts_of(lengths) if starts is None else starts
-    return packed_recurrence(*inputs, Segments.build(starts, sum(lengths), "cpu"), RULES[kind])
+    every = Segments.build(starts, sum(lengths), "cpu")
+    o = packed_recurrence(*inputs, every, RULES[kind])
+    again, states = final_states(*inputs, every, RULES[kind])
+    assert torch.allclose(o, again, rtol=0, atol=0, equal_nan=True)
+    return o, states
 
 
 def by_tokens(inputs, kind, lengths=LENGTHS):

@@ -22,21 +22,33 @@ class KimiDeltaAttention(Block):
     Source: arXiv:2510.26692.
     """
 
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    q_conv1d: ShortConv
+    k_conv1d: ShortConv
+    v_conv1d: ShortConv
+    f_a_proj: Linear
+    f_b_proj: Linear
+    b_proj: Linear
+    g_a_proj: Linear
+    g_b_proj: Linear
+    o_proj: Linear
+
     def __init__(
         self,
         layer: int,
         heads: int,
         width: int,
         *,
-        convs: dict[str, ShortConv],
         decay: ChannelDecay,
         o_norm: SigmoidGatedNorm,
-        projections: dict[str, Linear],
+        **parts: Linear | ShortConv,
     ):
         super().__init__()
         self.name, self.heads, self.width = f"{layer}.self_attn", heads, width
         self.rule = Rule(width**-0.5, normalized=True)
-        for name, part in (*projections.items(), *convs.items()):
+        for name, part in parts.items():
             self.add_module(name, part)
         self.decay, self.o_norm = decay, o_norm
 
@@ -80,5 +92,5 @@ class KimiDeltaAttention(Block):
             own=5 * C * size + 24 * C,
             expensive=C * size,
             linear=(5 * C + 2 * k + H) * size,
-            scratch=workspace_bytes(H, H, k, k, by_channel=True),
+            scratch=workspace_bytes(H, H, k, k, device, by_channel=True),
         )
