@@ -113,9 +113,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
         raise CheckpointError("config.json: layer_types and linear_attn_config differ", next=NEXT)
     dense = int(config.get("first_k_dense_replace", 1))
     mlps = layer_types(
-        {**config, "layer_types": config.get("mlp_layer_types")},
-        lambda index: "dense" if index < dense else "sparse",
-        ("dense", "sparse"),
+        config, lambda i: "dense" if i < dense else "sparse", ("dense", "sparse"), "mlp_layer_types"
     )
     sizes = deepseek_v3.shape({**config, "first_k_dense_replace": 0, "rope_interleave": True})
     assert sizes.moe is not None

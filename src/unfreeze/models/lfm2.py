@@ -80,8 +80,13 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
     Raises CheckpointError for full_attn_idxs and layer_types that differ.
     """
-    layers, indices = int(config.get("num_hidden_layers") or 0), config.get("full_attn_idxs")
+    layers, indices = int(require(config, "num_hidden_layers")), config.get("full_attn_idxs")
     full = range(layers) if indices is None else indices
+    if max(full, default=0) >= layers:
+        raise CheckpointError(
+            f"config.json: full_attn_idxs holds {max(full):,}, and layers are numbered 0 to {layers - 1:,}",
+            next=NEXT,
+        )
     sizes = sized({**config, "intermediate_size": mlp_width(config)}, full)
     if indices is not None and {i for i, kind in enumerate(sizes.layer_types) if kind == FULL} != {*full}:
         raise CheckpointError("config.json: full_attn_idxs and layer_types differ", next=NEXT)
