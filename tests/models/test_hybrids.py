@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from cases_kimi_lfm2 import CONFIGS
 from family_cases import CASES, batch_of, oracle, ours
 
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.core.errors import CheckpointError
+from unfreeze.models import kimi_linear
 from unfreeze.models.blocks.recurrent import Decay
 from unfreeze.models.publish import published
 
@@ -152,6 +154,16 @@ def refused(config) -> str:
 def test_a_config_that_contradicts_itself_is_refused_in_one_line(base, fields, message):
     models.shape(base)
     assert message in refused({**base, **fields})
+
+
+def test_deepseeks_names_of_kimis_sizes_are_read_and_the_defaults_are_transformers():
+    theirs = transformers.KimiLinearConfig().to_dict()
+    for name, (own, usual) in kimi_linear.OTHER_NAMES.items():
+        assert theirs[own] == usual
+        without = {field: value for field, value in KIMI.items() if field not in (name, own)}
+        one, other = (models.shape({**without, spelled: KIMI[own]}) for spelled in (name, own))
+        assert replace(one, config={}) == replace(other, config={})
+        assert one.config[name] == other.config[name] == KIMI[own]
 
 
 def test_widths_of_lfm2s_releases():

@@ -42,19 +42,19 @@ SIZES = {
 }
 """Sizes in linear_attn_config -> transformers' names for them outside."""
 LISTS = ("kda_layers", "full_attn_layers")
-OTHER_NAMES = {
-    "max_position_embeddings": "model_max_length",
-    "norm_topk_prob": "moe_renormalize",
-    "n_group": "num_expert_group",
-    "num_experts_per_tok": "num_experts_per_token",
-    "n_shared_experts": "num_shared_experts",
-    "num_local_experts": "num_experts",
+OTHER_NAMES: dict[str, tuple[str, object]] = {
+    "max_position_embeddings": ("model_max_length", 1048576),
+    "norm_topk_prob": ("moe_renormalize", True),
+    "n_group": ("num_expert_group", 1),
+    "num_experts_per_tok": ("num_experts_per_token", 8),
+    "n_shared_experts": ("num_shared_experts", 1),
+    "num_local_experts": ("num_experts", 256),
 }
-"""DeepSeek-V3's name -> Kimi Linear's. A config with both must have the same value in both."""
+"""DeepSeek-V3's name -> (Kimi Linear's, its default). A config with both must have the same value in both."""
 
 
-def _same(own: str) -> Callable[[Mapping[str, Any]], object]:
-    return lambda config: config[own]
+def _same(name: str, own: str) -> Callable[[Mapping[str, Any]], object]:
+    return lambda config: config.get(own, config[name])
 
 
 FIELDS = Fields(
@@ -62,7 +62,6 @@ FIELDS = Fields(
         "rms_norm_eps": 1e-5,
         "initializer_range": 0.02,
         "tie_word_embeddings": False,
-        "model_max_length": 1048576,
         "attention_bias": False,
         "num_key_value_heads": 32,
         "q_lora_rank": None,
@@ -71,26 +70,22 @@ FIELDS = Fields(
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
         "moe_intermediate_size": 1024,
-        "num_shared_experts": 1,
-        "num_experts": 256,
-        "num_experts_per_token": 8,
-        "num_expert_group": 1,
         "topk_group": 1,
-        "moe_renormalize": True,
         "routed_scaling_factor": 2.446,
         "num_nextn_predict_layers": 0,
         "linear_head_dim": 128,
         "linear_num_heads": 32,
         "linear_conv_kernel_dim": 4,
     },
-    read=names("linear_attn_config layer_types mlp_layer_types first_k_dense_replace"),
+    read=names("linear_attn_config layer_types mlp_layer_types first_k_dense_replace")
+    | {own for own, _ in OTHER_NAMES.values()},
     only={
         "mla_use_nope": lambda config: True,
         "moe_router_activation_func": lambda config: "sigmoid",
         "topk_method": lambda config: "noaux_tc",
         "moe_layer_freq": lambda config: 1,
         **{name: deepseek_v3.MLA_SIZES[name] for name in ("num_key_value_heads", "qk_head_dim")},
-        **{name: _same(own) for name, own in OTHER_NAMES.items()},
+        **{name: _same(name, own) for name, (own, _) in OTHER_NAMES.items()},
     },
     silent=names("auto_map use_grouped_topk head_dim"),  # head_dim is no size of its layers
 )
@@ -104,7 +99,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
     table = _linear(config)
     config = {
         **{name: value for name, value in config.items() if not name.startswith("rope_")},  # nothing rotates
-        **{name: config[own] for name, own in OTHER_NAMES.items()},
+        **{name: config.get(own, config.get(name, usual)) for name, (own, usual) in OTHER_NAMES.items()},
         **{own: table[name] for name, own in SIZES.items() if name in table},
     }
     full = table.get("full_attn_layers", range(5, config["num_hidden_layers"] + 1, 4))
