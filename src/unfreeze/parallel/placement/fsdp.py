@@ -196,7 +196,7 @@ def _fully_shard(model: Decoder, dtype: torch.dtype, device: str) -> None:
         cast_forward_inputs=False,
     )
     options: dict[str, Any] = {"mesh": DeviceMesh.from_group(world, device), "mp_policy": policy}
-    whole = {
+    whole: dict[str, Any] = {
         **options,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
     }
