@@ -1,5 +1,6 @@
 """Hybrids in training: documents of several chunks, recomputation, decays in float32, and configs that contradict."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 import transformers
 from cases_kimi_lfm2 import CONFIGS
 from family_cases import CASES, batch_of, oracle, ours
+from safetensors.torch import load_file
 
 from unfreeze import models
-from unfreeze.adapters import LoraConfig, attach
+from unfreeze.adapters import LoraConfig, attach, load_adapter, save_adapter, sites, verify_adapter
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models import kimi_linear
 from unfreeze.models.blocks.recurrent import Decay
@@ -172,3 +174,37 @@ def test_widths_of_lfm2s_releases():
     widths = {6656: 4608, 10240: 6912, 12288: 8192}
     for written, width in widths.items():
         assert models.shape({**LFM2, **adjusted, "block_ff_dim": written}).intermediate_size == width
+
+
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [
+        ("kimi-linear", ("mlp", "shared_experts")),
+        ("lfm2-moe", ("mlp",)),
+        ("lfm2-biases-untied", ("mlp",)),
+        ("qwen3-next", ("shared_experts",)),
+    ],
+)
+def test_a_file_for_vllm_has_the_releases_names_and_is_read_again(name, inner, tmp_path):
+    """Not transformers' ones in memory (forget_gate), nor ours; peft's: tests/models/test_family_files.py."""
+    reference = oracle(name)
+    reference.save_pretrained(tmp_path / "base")
+    stored = set(load_file(tmp_path / "base" / "model.safetensors"))
+    stored |= {key.replace("block_sparse_moe", "mlp") for key in stored}  # the release's name of a dense MLP
+    model = made(name)
+    attach(model, LoraConfig(rank=4, alpha=8.0, targets=("attention", *inner)), seed=0)
+    with torch.no_grad():
+        for index, site in enumerate(sites(model)):
+            site.adapter.B.normal_(generator=torch.Generator().manual_seed(index))
+    verify_adapter(model, save_adapter(model, tmp_path / "adapter", "per-expert"))
+    modules = {
+        key.removeprefix("base_model.model.").split(".lora_")[0]
+        for key in load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    }
+    assert len(modules) == len(sites(model)) and {f"{module}.weight" for module in modules} <= stored
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert set(config["target_modules"]) == {module.rpartition(".")[2] for module in modules}
+    again = made(name)
+    load_adapter(again, tmp_path / "adapter")
+    batch = batch_of(documents())
+    assert torch.equal(again.hidden(batch), model.hidden(batch))

@@ -6,14 +6,16 @@ A family with other names lists them in RENAMED as (ours, transformers') parts; 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from unfreeze import models
-from unfreeze.checkpoint.keymap import disk_module
+from unfreeze.checkpoint import nested
+from unfreeze.checkpoint.keymap import StackRule, disk_module
 from unfreeze.core.errors import AdapterError
+from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.targets import candidates
 
 
@@ -22,6 +24,26 @@ def theirs(model: nn.Module, name: str) -> str:
     for ours, other in _renamed(model):
         name = name.replace(ours, other)
     return name
+
+
+def released(model: nn.Module, name: str) -> str:
+    """The release's name of our module, which vLLM and its like have too."""
+    return disk_module(name, _rules(model))
+
+
+def keys_in_ours(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:
+    """Key of a factor in a file, without peft's prefix -> the same with our name of its module.
+
+    A module may have transformers' name or the release's.
+    """
+    linear = [c.name for c in candidates(model) if isinstance(c.owner, Linear)]
+    known = {released(model, name): name for name in linear}
+    named: dict[str, str] = {}
+    for key in keys:
+        module, factor, rest = key.partition(".lora_")
+        own = known.get(nested.model_name(module)) or ours(model, module)
+        named[key] = own + factor + rest
+    return named
 
 
 def ours(model: nn.Module, name: str) -> str:
@@ -90,6 +112,11 @@ def check_per_expert(model: nn.Module, site: str) -> None:
             f" {stored}, and no reader's names for adapters of such experts are known here",
             next="unfreeze export --for peft, or train without experts: --lora.targets attention",
         )
+
+
+def _rules(model: nn.Module) -> Sequence[StackRule]:
+    shape = getattr(model, "shape", None)
+    return models.rules(shape) if isinstance(shape, models.Shape) else ()
 
 
 def _renamed(model: nn.Module) -> tuple[tuple[str, str], ...]:
