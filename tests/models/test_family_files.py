@@ -231,7 +231,7 @@ def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, re
         if shape is None:  # a recurrence: also a state per segment, which the plan leaves out
             windows = [part for part in layer.modules() if isinstance(part, ShortConv)]
             state, *taps = (part.state_bytes(torch.float32) for part in (layer.attention, *windows))
-            said += sum(segment.counts[0] for segment in run.segments.each[1:]) * (state - sum(taps))
+            said += sum(segment.documents for segment in run.segments.each[1:]) * (state - sum(taps))
         elif shape.window is None and not shape.by_blocks:  # torch's own attention repeats keys and values
             said += 4 * T * (shape.heads - shape.key_heads) * (shape.width + shape.value_width)
         # beyond what is said: the rows' tokens and weights, and the adapters' thin products
