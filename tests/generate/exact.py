@@ -56,8 +56,11 @@ HERE = """llama-3-rope-biases qwen2-untied-yarn qwen3 mistral-window ministral-m
     mixtral-window deepseek-v2-groups-yarn ernie4-5-moe-interval gpt-oss-window-all-full minimax-m2
     granitemoe-biases-tied llama4-text mistral4 mimo-v2-flash
     deepseek-v32 glm-moe-dsa-shared
-    qwen3-vl-moe-mixed-tied gemma4-experts""".split()
+    qwen3-vl-moe-mixed-tied gemma4-experts kimi-linear
+    lfm2-biases-untied lfm2-moe qwen3-next qwen3.5 qwen3.5-moe""".split()
 """One case of every family in each run of the suite; the others of tests/models nightly."""
+
+ONE_MORE = ("Gemma2", "Gemma3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 
 WIDE = {
     "mistral-window": {"sliding_window": 100},
@@ -86,9 +89,9 @@ def family(name: str, wide: bool = False, **sizes: Any) -> tuple[Any, Decoder]:
     reference = randomized(getattr(transformers, case.model_class), case.made(usual))
     with torch.no_grad():
         for key, parameter in reference.named_parameters():
-            # Gemma 2 and 3 multiply by 1 + w, and Gemma 4 does not divide its scores by sqrt(head_dim): scores
+            # Gemma 2 and 3 and Qwen's hybrids multiply by 1 + w, and Gemma 4 does not divide its scores by sqrt(head_dim): scores
             # of 20 and more, which the packed pass too has 1e-5 away from float64
-            if case.name in ("Gemma2", "Gemma3") and "norm" in key:
+            if case.name in ONE_MORE and "norm" in key and "linear_attn" not in key:
                 parameter.sub_(1)
             if case.name == "Gemma4" and key.endswith("q_norm.weight"):
                 parameter.mul_(0.25)
@@ -206,7 +209,7 @@ def walked(model: Decoder, steps: Steps, rows: Sequence[Row], spare: int = 0) ->
         for row, logits in zip(running, logits_SV, strict=True):
             walks[row].logits.append(logits.clone())  # a maker may use its buffer again
     # what a plan and the engine count with
-    assert cache.nbytes == cache.rows * cache.capacity * model.cache_bytes()
+    assert cache.nbytes == cache.rows * (cache.capacity * model.cache_bytes() + model.state_bytes())
     return walks
 
 

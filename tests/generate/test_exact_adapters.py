@@ -39,6 +39,9 @@ CASES = {
     "a shared expert with a gate": ("qwen2-moe", ("all-linear",)),
     "inputs scaled before experts": ("llama4-text", ("all-linear",)),
     "experts beside a dense layer": ("gemma4-experts", ("all-linear",)),
+    "the gated delta rule": ("qwen3-next", ("all-linear",)),
+    "a decay per channel": ("kimi-linear", ("all-linear",)),
+    "convolutions between gates": ("lfm2-moe", ("all-linear",)),
 }
 
 

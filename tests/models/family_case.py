@@ -12,6 +12,7 @@ class Case(NamedTuple):
     config, model: the two classes' whole names, where they are spelled otherwise.
     renamed: (ours, transformers') parts of the names of parameters, where they differ.
     transposed: experts are [E, in, out] in transformers, ours are [E, out, in].
+    fused: our modules whose rows lie one below the other in one tensor of transformers (three convolutions).
     With a text_config among the fields, SMALL goes there: the text model of a vision-language release.
     """
 
@@ -21,6 +22,7 @@ class Case(NamedTuple):
     model: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
     transposed: bool = False
+    fused: tuple[str, ...] = ()
 
     @property
     def config_class(self) -> str:
@@ -57,7 +59,12 @@ class Case(NamedTuple):
         experts = self.transposed and name.endswith(
             (".experts.gate_up_proj.weight", ".experts.down_proj.weight")
         )
-        return tensor.mT if experts and tensor is not None else tensor
+        if tensor is None:
+            return None
+        for place, module in enumerate(self.fused):
+            if f".{module}." in name:
+                return tensor.chunk(len(self.fused))[place]
+        return tensor.mT if experts else tensor
 
 
 SMALL = {

@@ -4,6 +4,7 @@ import re
 
 import cases_dense
 import cases_hybrid
+import cases_kimi_lfm2
 import cases_moe
 import torch
 import transformers
@@ -12,8 +13,9 @@ from family_case import SMALL, Case
 from unfreeze import models
 from unfreeze.core.batch import Batch
 
-CASES = {**cases_dense.CASES, **cases_moe.CASES, **cases_hybrid.CASES}
-CONFIGS = {**cases_dense.CONFIGS, **cases_moe.CONFIGS, **cases_hybrid.CONFIGS}
+_FILES = (cases_dense, cases_moe, cases_hybrid, cases_kimi_lfm2)
+CASES = {name: case for file in _FILES for name, case in file.CASES.items()}
+CONFIGS = {name: config for file in _FILES for name, config in file.CONFIGS.items()}
 
 DOCUMENTS = [[5, 17, 3, 88, 41, 2, 9], [11, 7], [60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71]]
 
@@ -39,7 +41,7 @@ def randomized(model_class, config):
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in key or key.endswith(("router.scale", "per_expert_scale", "layer_scalar")):
                 tensor.copy_(1 + 0.3 * torch.randn_like(tensor))
-            elif key.endswith("e_score_correction_bias"):
+            elif key.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(0.2 * torch.randn_like(tensor))
             elif key.endswith(".bias"):
                 tensor.copy_(0.1 * torch.randn_like(tensor))
@@ -56,8 +58,9 @@ def ours(reference, case: Case) -> models.Decoder:
         for name, tensor in reference.state_dict().items()
         if not beside.match(name) and not beside.match(name.removeprefix("model."))
     }
-    state = {name: case.turned(name, theirs.pop(case.theirs(name))) for name in model.state_dict()}
-    assert not theirs, f"tensors of transformers that we lack: {sorted(theirs)}"
+    state = {name: case.turned(name, theirs[case.theirs(name)]) for name in model.state_dict()}
+    left = theirs.keys() - {case.theirs(name) for name in state}
+    assert not left, f"tensors of transformers that we lack: {sorted(left)}"
     model.load_state_dict(state, strict=True)
     return model
 

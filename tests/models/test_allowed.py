@@ -63,17 +63,20 @@ def test_what_is_absent_is_what_transformers_takes_it_for(model_type, bench):
         ours, spelled = models.shape(without), models.shape(defaults)
         assert (ours.rope, ours.ropes) == (spelled.rope, spelled.ropes)
         return
+    if not hasattr(theirs, "rope_parameters"):  # nothing rotates (Kimi Linear)
+        return
     rotary = {"rope_parameters": getattr(models.FAMILIES[model_type], "ROTARY", None), **table.absent}
     assert rope_parameters(rotary)["rope_theta"] == theirs.rope_parameters["rope_theta"]
 
 
 # defaults that no release has: GLM's heads would be 42 wide and rotate 21 elements, half a pair too many;
-# DeepSeek-V2 would choose None experts, Ministral's heads would have no width
+# DeepSeek-V2 would choose None experts, Ministral's heads would have no width, LFM2-MoE's layers no kind
 PUBLISHED_INSTEAD = {
     "glm4_moe": {"head_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "ministral": {"head_dim": 128},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "lfm2_moe": {"layer_types": ["conv"] * 32},
 }
 
 

@@ -87,7 +87,7 @@ def test_each_type_named_is_one_and_is_not_built():
         ("xlstm", "layers with a recurrent state (xLSTM)"),
         ("minimax", "layers with a recurrent state (linear attention)"),
         ("olmo_hybrid", "layers with a recurrent state (linear attention)"),
-        ("lfm2", "layers of short convolutions"),
+        ("lfm3", "layers of short convolutions"),
         ("gemma3n", "embeddings for each layer"),
         ("mllama", "layers that attend to an image (cross attention)"),
         ("qwen2_vl", "a vision tower"),

@@ -125,6 +125,28 @@ CONFIGS = {
         "moe_intermediate_size": 96,
         "norm_topk_prob": True,
     },
+    "kimi_linear": {
+        **COMMON,
+        **MLA,
+        "model_type": "kimi_linear",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_experts": 16,
+        "num_experts_per_token": 4,
+        "moe_intermediate_size": 128,
+        "linear_num_heads": 4,
+        "linear_head_dim": 64,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "lfm2": {
+        **{name: size for name, size in COMMON.items() if name != "rms_norm_eps"},
+        "model_type": "lfm2",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["conv", "full_attention"],
+    },
 }
 KIMI = {
     "model_type": "kimi_k2",
@@ -258,7 +280,12 @@ APART = ("base", "adapter", "optimizer")
 @pytest.mark.parametrize("recompute", ["layers", "selective", "elementwise"])
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("deepseek_v3", torch.bfloat16), ("llama", torch.float32), ("qwen3_moe", torch.bfloat16)],
+    [
+        ("deepseek_v3", torch.bfloat16),
+        ("llama", torch.float32),
+        ("qwen3_moe", torch.bfloat16),
+        ("lfm2", torch.bfloat16),
+    ],
 )
 def test_a_steps_memory_is_predicted_within_a_tenth(name, dtype, recompute, live, monkeypatch):
     assert 0.9 < predicted(CONFIGS[name], dtype, recompute, live, monkeypatch) < 1.1

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unfreeze.adapters.names import in_ours, ours, swapped
+from unfreeze.adapters.names import in_ours, keys_in_ours, swapped
 from unfreeze.checkpoint import nested
 from unfreeze.config.adapter import named_parameters, rank_and_scale
 from unfreeze.core.errors import AdapterError, nearest
@@ -51,7 +51,8 @@ def decode(model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Te
     config = in_ours(model, config)
     # A and B by their module
     known = {c.name: c for c in candidates(model)}
-    halves, unknown = _halves({ours(model, key): tensor for key, tensor in tensors.items()}, known)
+    names = keys_in_ours(model, tensors)
+    halves, unknown = _halves({names[key]: tensor for key, tensor in tensors.items()}, known)
     experts = max((c.owner.num_experts for c in known.values() if not isinstance(c.owner, Linear)), default=1)
     faults = [f"{name} is unknown{nearest(name, known)}" for name in unknown]
 

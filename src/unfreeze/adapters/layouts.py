@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
-from unfreeze.adapters.names import check_per_expert, prefix_in, swapped, theirs
+from unfreeze.adapters.names import check_per_expert, prefix_in, released, swapped, theirs
 from unfreeze.adapters.readers import Drop, Layout, Reader
 from unfreeze.checkpoint.nested import name_on_disk
 from unfreeze.checkpoint.save import write_file, write_safetensors
@@ -168,7 +168,8 @@ def entries_of(
     else:
         entries = _peft_entries(adapted, model)
     config = _config(entries, layout, base_name, model)
-    return [replace(entry, key=theirs(model, entry.key)) for entry in entries], config
+    named = released if layout == "per-expert" else theirs
+    return [replace(entry, key=named(model, entry.key)) for entry in entries], config
 
 
 def dropped(model: nn.Module, reader: Reader) -> dict[str, Drop]:
@@ -348,7 +349,7 @@ def _config(entries: list[Entry], layout: Layout, base_name: str | None, model: 
     """adapter_config.json with the fields peft reads."""
     default = _default(entries)
     if layout == "per-expert":
-        names = {entry.target: entry.target.rsplit(".", 1)[-1] for entry in entries}
+        names = {entry.target: released(model, entry.target).rsplit(".", 1)[-1] for entry in entries}
     else:
         names = _short_names(entries, model)
     rank_pattern, alpha_pattern = _patterns(entries, names, default)

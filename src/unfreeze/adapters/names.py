@@ -5,14 +5,18 @@ A family with other names lists them in RENAMED as (ours, transformers') parts; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from unfreeze import models
-from unfreeze.checkpoint.keymap import disk_module
+from unfreeze.checkpoint import nested
+from unfreeze.checkpoint.keymap import StackRule, disk_module
 from unfreeze.core.errors import AdapterError
+from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.targets import candidates
 
 
 def theirs(model: nn.Module, name: str) -> str:
@@ -20,6 +24,26 @@ def theirs(model: nn.Module, name: str) -> str:
     for ours, other in _renamed(model):
         name = name.replace(ours, other)
     return name
+
+
+def released(model: nn.Module, name: str) -> str:
+    """The release's name of our module, which vLLM and its like have too."""
+    return disk_module(name, _rules(model))
+
+
+def keys_in_ours(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:
+    """Key of a factor in a file, without peft's prefix -> the same with our name of its module.
+
+    A module may have transformers' name or the release's.
+    """
+    linear = [c.name for c in candidates(model) if isinstance(c.owner, Linear)]
+    known = {released(model, name): name for name in linear}
+    named: dict[str, str] = {}
+    for key in keys:
+        module, factor, rest = key.partition(".lora_")
+        own = known.get(nested.model_name(module)) or ours(model, module)
+        named[key] = own + factor + rest
+    return named
 
 
 def ours(model: nn.Module, name: str) -> str:
@@ -37,14 +61,34 @@ def prefix_in(model: nn.Module, prefix: str) -> str:
 
 
 def in_ours(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
-    """adapter_config.json with our names in target_parameters, rank_pattern and alpha_pattern."""
+    """adapter_config.json with our names in target_parameters, rank_pattern and alpha_pattern.
+
+    They may hold the end of a name alone ("w1.weight"): all of our names that it means are added.
+    """
+    if not _renamed(model):
+        return {**config}
+    modules = [name for c in candidates(model) for name in (c.name, *c.projections)]
+    every = {name: theirs(model, name) for module in modules for name in (module, f"{module}.weight")}
     named = {**config}
     if config.get("target_parameters"):
-        named["target_parameters"] = [ours(model, target) for target in config["target_parameters"]]
+        named["target_parameters"] = [
+            name
+            for target in config["target_parameters"]
+            for name in (ours(model, target), *_ending(re.escape(target), every))
+        ]
     for field in ("rank_pattern", "alpha_pattern"):
         if config.get(field):
-            named[field] = {ours(model, key): value for key, value in config[field].items()}
+            named[field] = {
+                "|".join((ours(model, key), *map(re.escape, _ending(key, every)))): value
+                for key, value in config[field].items()
+            }
     return named
+
+
+def _ending(key: str, every: Mapping[str, str]) -> list[str]:
+    """Our names of the weights whose names in transformers `key` matches, at their end as in peft."""
+    whole = re.compile(rf"(.*\.)?({key})$")
+    return [name for name, other in every.items() if whole.match(other)]
 
 
 def swapped(model: nn.Module) -> bool:
@@ -68,6 +112,11 @@ def check_per_expert(model: nn.Module, site: str) -> None:
             f" {stored}, and no reader's names for adapters of such experts are known here",
             next="unfreeze export --for peft, or train without experts: --lora.targets attention",
         )
+
+
+def _rules(model: nn.Module) -> Sequence[StackRule]:
+    shape = getattr(model, "shape", None)
+    return models.rules(shape) if isinstance(shape, models.Shape) else ()
 
 
 def _renamed(model: nn.Module) -> tuple[tuple[str, str], ...]:

@@ -21,7 +21,7 @@ from unfreeze.adapters.attach import sites
 from unfreeze.adapters.files import read_files
 from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import LowRank
-from unfreeze.adapters.names import in_ours, ours, swapped
+from unfreeze.adapters.names import in_ours, keys_in_ours, swapped
 from unfreeze.checkpoint import nested
 from unfreeze.config.adapter import rank_and_scale
 from unfreeze.core.errors import AdapterError
@@ -65,7 +65,8 @@ def verify_adapter(
     """
     config, tensors = files or read_files(Path(directory))
     config = in_ours(model, config)
-    plain = {ours(model, nested.model_name(name)): tensor for name, tensor in tensors.items()}
+    own = keys_in_ours(model, tensors)
+    plain = {nested.model_name(own[name]): tensor for name, tensor in tensors.items()}
     names = plain.keys()
     count = nonzero = 0
     worst, faults, used = 0.0, [], set()

@@ -30,6 +30,9 @@ from unfreeze.models import (
     gpt_oss,
     granite,
     granitemoe,
+    kimi_linear,
+    lfm2,
+    lfm2_moe,
     llama,
     llama4_text,
     mimo_v2_flash,
@@ -116,6 +119,9 @@ FAMILIES: dict[str, ModuleType] = {
     "granite": granite,
     "granitemoe": granitemoe,
     "kimi_k2": deepseek_v3,
+    "kimi_linear": kimi_linear,
+    "lfm2": lfm2,
+    "lfm2_moe": lfm2_moe,
     "llama": llama,
     "llama4_text": llama4_text,
     "mimo_v2_flash": mimo_v2_flash,
@@ -198,7 +204,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if outer in WRAPPERS and text.get("model_type") is None:
         text = {**text, "model_type": WRAPPERS[outer].text}
     inner = str(text.get("model_type"))
-    if outer not in WRAPPERS and inner not in FAMILIES:
+    if outer not in WRAPPERS and (inner not in FAMILIES or unbuilt_parts(without_nulls(text))):
         return _not_built(config, outer, f" (its text part: {inner!r})")
     if outer not in WRAPPERS:
         raise CheckpointError(

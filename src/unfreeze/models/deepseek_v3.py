@@ -46,6 +46,7 @@ OTHER_NAMES: dict[str, Callable[[Config], object]] = {
 """Second names of two sizes; if both names are present they must agree."""
 MLA_SIZES: dict[str, Callable[[Config], object]] = {
     "moe_layer_freq": lambda config: 1,
+    "mla_use_nope": lambda config: False,
     # latent attention has a key and a value per head; the others are second names of sizes, and must agree
     "num_key_value_heads": lambda config: config.get("num_attention_heads"),
     "head_dim": lambda config: config.get("qk_rope_head_dim"),
@@ -126,8 +127,8 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
     return llama.block(shape, attention(shape, index, make), mlp(shape, index, make, router), make)
 
 
-def attention(shape: Shape, index: int, make: Factory, kind: type[MLA] | None = None, **parts: Any) -> MLA:
-    """Multi-head latent attention with sizes from shape.mla. kind: its class; parts: as in that."""
+def attention(shape: Shape, index: int, make: Factory, *, kind: type[MLA] | None = None, **parts: Any) -> MLA:
+    """Multi-head latent attention with sizes from shape.mla. kind: its class; parts: as in MLA."""
     name = f"model.layers.{index}.self_attn"
     mla, heads, bias = shape.mla, shape.num_heads, bool(shape.config["attention_bias"])
     assert mla is not None

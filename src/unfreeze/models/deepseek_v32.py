@@ -88,7 +88,7 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
     from unfreeze.models.blocks.sparse import SparseMLA
 
     chooses, keys = indexer(shape, index, make, "halves"), int(shape.config["index_topk"])
-    attention = deepseek_v3.attention(shape, index, make, SparseMLA, indexer=chooses, chosen_keys=keys)
+    attention = deepseek_v3.attention(shape, index, make, kind=SparseMLA, indexer=chooses, chosen_keys=keys)
     return llama.block(shape, attention, deepseek_v3.mlp(shape, index, make, deepseek_v3.router), make)
 
 

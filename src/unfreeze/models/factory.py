@@ -25,7 +25,7 @@ from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.nonlinearity import GATED_SILU, Nonlinearity
 from unfreeze.models.blocks.norm import RMSNorm
-from unfreeze.models.blocks.recurrent import Decay, ShortConv
+from unfreeze.models.blocks.recurrent import ChannelDecay, Decay, ShortConv
 from unfreeze.models.blocks.routers import Router, RoutingRule
 from unfreeze.models.decoder import Body, Decoder
 from unfreeze.models.fields import check_against_files
@@ -88,9 +88,13 @@ class Factory:
     def short_conv(self, channels: int, taps: int, *, silu: bool, bias: bool = False) -> ShortConv:
         return ShortConv(channels, taps, silu=silu, bias=bias, dtype=self.dtype, device=self.device)
 
-    def decay(self, heads: int, width: int = 1) -> Decay:
+    def decay(self, heads: int) -> Decay:
         """Its parameters are in float32 whatever the computation's dtype."""
-        return Decay(heads, width, device=self.device)
+        return Decay(heads, device=self.device)
+
+    def channel_decay(self, heads: int, width: int) -> ChannelDecay:
+        """As `decay`, with a number per head and key channel."""
+        return ChannelDecay(heads, width, device=self.device)
 
     def mlp(
         self,

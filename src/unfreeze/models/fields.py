@@ -155,7 +155,19 @@ FIELDS: dict[str, Kind] = {
     "hidden_activation": TEXT,
     **dict.fromkeys(("model_type", "hidden_act", "scoring_func", "topk_method"), TEXT),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), TABLE),
-    **dict.fromkeys(("mlp_only_layers", "moe_layers"), LAYERS),
+    **dict.fromkeys(("mlp_only_layers", "moe_layers", "full_attn_idxs"), LAYERS),
+    **dict.fromkeys(("num_expert_group", "num_experts_per_token", "linear_num_heads"), Whole(1, COUNT)),
+    **dict.fromkeys(("linear_head_dim", "block_ff_dim", "block_multiple_of"), Whole(1, WIDTH)),
+    **dict.fromkeys(("linear_conv_kernel_dim", "conv_L_cache"), Whole(1, 1000)),
+    "num_shared_experts": Whole(0, 1000),
+    "num_dense_layers": Whole(0, 10_000),
+    "model_max_length": Whole(1, 2**31),
+    "norm_eps": Number(0, closed=True),
+    "block_ffn_dim_multiplier": Number(0),
+    **dict.fromkeys(("moe_renormalize", "conv_bias", "use_expert_bias", "tie_embedding"), FLAG),
+    "block_auto_adjust_ff_dim": FLAG,
+    "mlp_layer_types": PER_LAYER,
+    "linear_attn_config": TABLE,
 }
 """Fields that families read. An absent or null field is left to the family: it has a default there, or
 shape.require raises an error that names it."""
@@ -217,7 +229,7 @@ def check_fields(config: Mapping[str, Any]) -> None:
     The message has the value and the requirement.
     """
     _check(config, FIELDS, "config.json: ")
-    for name in ("mlp_only_layers", "moe_layers"):
+    for name in ("mlp_only_layers", "moe_layers", "full_attn_idxs"):
         if any(not Whole(0, 10_000)(layer) for layer in config.get(name) or ()):
             raise CheckpointError(f"config.json: {name} holds an entry that is not a layer number", next=NEXT)
     for where, table in rotary_tables(config):

@@ -22,9 +22,12 @@ GROUPS = (
 )
 
 ROUTER = (
-    r"\.(mlp|moe|block_sparse_moe)\.gate(\.|$)"
-    r"|\.(router|shared_expert_gate|moe_statics|e_score_correction_bias)(\.|$)"
+    r"\.(mlp|moe|block_sparse_moe|feed_forward)\.gate(\.|$)"
+    r"|\.(router|shared_expert_gate|moe_statics|e_score_correction_bias|expert_bias)(\.|$)"
 )
+
+MIXERS = {"self_attn", "linear_attn", "conv"}
+"""Attention, and what a hybrid has in its place."""
 
 
 def group_of(name: str) -> str:
@@ -38,7 +41,7 @@ def group_of(name: str) -> str:
         return "embeddings"
     if "lm_head" in parts:
         return "lm_head"
-    if "self_attn" in parts or "linear_attn" in parts:
+    if not MIXERS.isdisjoint(parts):
         return "attention"
     if re.search(ROUTER, name):
         return "router"

@@ -16,25 +16,28 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 
 
 def layer_types(
-    config: Mapping[str, Any], usual: Callable[[int], str], built: tuple[str, ...] = (FULL, SLIDING)
+    config: Mapping[str, Any],
+    usual: Callable[[int], str],
+    built: tuple[str, ...] = (FULL, SLIDING),
+    field: str = "layer_types",
 ) -> tuple[str, ...]:
-    """The kind of each layer: layer_types, or if absent `usual` of the layer's number.
+    """The kind of each layer: config[field], or if absent `usual` of the layer's number.
 
     Raises CheckpointError for a wrong number of layers, a kind that is not implemented, and sliding layers
     without a sliding_window.
     """
     layers = int(require(config, "num_hidden_layers"))
-    declared = config.get("layer_types")
+    declared = config.get(field)
     kinds = tuple(map(usual, range(layers))) if declared is None else tuple(declared)
     if len(kinds) != layers:
         raise CheckpointError(
-            f"config.json: layer_types has {len(kinds):,} entries, num_hidden_layers is {layers:,}",
+            f"config.json: {field} has {len(kinds):,} entries, num_hidden_layers is {layers:,}",
             next="get config.json from the model's publisher again",
         )
     unknown = [kind for kind in kinds if kind not in built]
     if unknown:
         raise CheckpointError(
-            f"config.json: layer_types holds {shown(unknown[0])}, which is not built for model_type"
+            f"config.json: {field} holds {shown(unknown[0])}, which is not built for model_type"
             f" {config.get('model_type')!r}; built: {', '.join(built)}",
             next="open an issue with the model's name",
         )

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from unfreeze.models.layer import Layer
 
 _DISK, _OURS = "model.layers.{layer}.block_sparse_moe.", "model.layers.{layer}.mlp."
-RULES = (
+SINGLE = (
     StackRule(_DISK + "experts.{expert}.w1.{part}", _OURS + "experts.gate_up_proj.{part}", 0),
     StackRule(_DISK + "experts.{expert}.w3.{part}", _OURS + "experts.gate_up_proj.{part}", 1),
     StackRule(_DISK + "experts.{expert}.w2.{part}", _OURS + "experts.down_proj.{part}", None),
     StackRule(_DISK + "gate.weight", _OURS + "gate.weight"),
-    *deepseek_v3.FUSED,
 )
+RULES = (*SINGLE, *deepseek_v3.FUSED)
 ignored = llama.ignored
 FIELDS = Fields(
     absent={

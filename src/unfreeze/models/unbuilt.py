@@ -16,10 +16,8 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hyper-connections between layers", ("hc_mult",)),
     ("routing by a hash of the token", ("num_hash_layers",)),
     ("sparse attention by blocks", ("sparse_attention_config",)),
-    ("layers with a recurrent state (linear attention)", ("linear_attn_config", "linear_num_heads")),
     ("layers with a recurrent state (Mamba-2)", ("hybrid_override_pattern", "mamba_num_heads")),
     ("a gate on attention's output", ("mla_use_output_gate",)),
-    ("latent attention without rotation", ("mla_use_nope",)),
     ("attention residuals between blocks of layers", ("attn_res_block_size",)),
     ("the activation SiTU", ("activation_situ_beta",)),
     ("experts in a latent space", ("routed_expert_hidden_size", "latent_moe_use_norm")),
@@ -29,7 +27,6 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("values of another width and scale than keys", ("attention_value_scale",)),
 )
 NAMED: dict[str, str] = {
-    "kimi_linear": "layers with a recurrent state (linear attention)",
     "deepseek_v4": "attention over compressed keys, hyper-connections between layers",
     "deepseek_ref": "attention over compressed keys, hyper-connections between layers",
     "kimi_k3": "layers with a recurrent state, the activation SiTU, attention residuals",
@@ -50,7 +47,7 @@ SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layers with a recurrent state (xLSTM)", ("sequence_kernel", "chunkwise_kernel")),
     (
         "layers with a recurrent state (linear attention)",
-        ("linear_attn_alpha_factor", "linear_conv_kernel_dim"),
+        ("linear_attn_alpha_factor", "linear_attn_config", "linear_conv_kernel_dim"),
     ),
     ("layers of short convolutions", ("conv_L_cache",)),
     ("mixed streams (AltUp)", ("altup_num_inputs",)),

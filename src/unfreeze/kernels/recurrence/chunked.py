@@ -126,7 +126,8 @@ def decayed_products(lefts: Sequence[Tensor], right: Tensor, total: Tensor) -> l
     G - G could only be split into exp(G_t) exp(-G_j), which overflows. So blocks are halved: between two
     halves, exp(G_t - G_m) exp(G_m - G_j) has a middle m with both exponents <= 0. C is a power of two.
     """
-    out = [(left * right).sum(-1)[..., None, None] for left in lefts]  # [..., C, 1, 1]: j = t
+    heads = total.shape[:-1]  # value heads may share a key, and differ in their decay
+    out = [(left * right).sum(-1).expand(heads)[..., None, None] for left in lefts]  # [..., C, 1, 1]: j = t
     half, C = 1, right.shape[-2]
     while half < C:
         G, own = (x.unflatten(-2, (-1, 2, half)) for x in (total, right))  # [..., pairs, two halves, h, k]

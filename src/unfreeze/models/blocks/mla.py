@@ -91,7 +91,7 @@ class MLA(Block):
         last = self.q_proj if self.q_proj is not None else self.q_b_proj
         assert last is not None
         q_THd = last(low_rank_TQ, run.reuse_linear).unflatten(-1, (self.num_heads, -1))
-        q_THd = rotary(q_THd, *run.tables(), self.pairs)
+        q_THd = self.rotate(q_THd, run)
         if self.temperature is not None:
             factor_T1, _ = run.tables(self.temperature)
             q_THd = q_THd * factor_T1[:, None].to(q_THd.dtype)
@@ -102,13 +102,17 @@ class MLA(Block):
         latent_Tc, k_rope_Tr = self.kv_a_proj_with_mqa(x_TD, run.reuse_linear).split(
             (self.kv_b_proj.in_features, self.rope), dim=-1
         )
-        k_rope_Tr = rotary(k_rope_Tr[:, None], *run.tables(), self.pairs)[:, 0]
+        k_rope_Tr = self.rotate(k_rope_Tr[:, None], run)[:, 0]
         return torch.cat((self.kv_a_layernorm(latent_Tc), k_rope_Tr), dim=-1)
 
     def attended(self, q_THd: Tensor, latent: Tensor, run: Pass, attend: Attend) -> Tensor:
         """o_proj(attention) -> [T, D]. attend: of queries, keys and values at a scale, as run.attend."""
         form = self.expanded if run.latent == "expanded" else self.absorbed
         return self.o_proj(form(q_THd, latent, run, attend).flatten(1), run.reuse_linear)
+
+    def rotate(self, x_THd: Tensor, run: Pass) -> Tensor:
+        """x with its last r elements rotated."""
+        return rotary(x_THd, *run.tables(), self.pairs)
 
     def expanded(self, q_THd: Tensor, latent_TC: Tensor, run: Pass, attend: Attend) -> Tensor:
         """Expand keys and values of every token from its latent, C = [c | r], once. -> [T, H, v]."""
@@ -228,6 +232,15 @@ class MLA(Block):
             A_Rc, B_OR, scale = self.kv_b_proj.adapter.factors()
             products.append(((B_OR * scale).unflatten(0, (self.num_heads, -1)), A_Rc))
         return products
+
+
+class UnrotatedMLA(MLA):
+    """MLA whose r further elements of a key do not rotate: all heads share them (Kimi Linear)."""
+
+    record = None  # type: ignore[assignment]  # a step of generation calls forward
+
+    def rotate(self, x_THd: Tensor, run: Pass) -> Tensor:
+        return x_THd
 
 
 def _right(x_HSq: Tensor, in_qc: Tensor | None) -> Tensor:

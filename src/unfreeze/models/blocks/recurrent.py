@@ -49,7 +49,7 @@ class Decay(nn.Module):
     """g = -exp(A_log) · softplus(a + dt_bias): the logarithm of a head's decay, at most 0.
 
     A_log and dt_bias stay in float32, and so does g, whatever the computation's dtype: a decay of 0.999 is 1
-    in bf16. A_log [H] and dt_bias [H] (or [H k], then g has a number per channel).
+    in bf16. A_log [H] and dt_bias [H].
     """
 
     float32 = True  # parallel/placement/fsdp.py gathers its parameters as they are
@@ -62,22 +62,36 @@ class Decay(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(heads * width, **options))
 
     def forward(self, a_TH: Tensor) -> Tensor:
-        """g [T, H] for a [T, H]; [T, H, k] for a [T, H k]."""
+        """g [T, H] for a [T, H]."""
         return recomputed(_log_decay, a_TH, self.A_log, self.dt_bias)
 
-    def reset(self, generator: torch.Generator) -> None:
-        """A uniform in 1 to 16, a step softplus(dt_bias) log-uniform in .001 to .1 (Mamba-2)."""
+    def drawn(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """First values (Mamba-2's): A uniform in 1 to 16, softplus(dt_bias) log-uniform in .001 to .1."""
         draw = torch.rand(self.dt_bias.shape, generator=generator)
         step = torch.exp(draw * (torch.tensor(0.1).log() - torch.tensor(1e-3).log())) * 1e-3
-        self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
-        self.A_log.copy_((1 + 15 * torch.rand(self.A_log.shape, generator=generator)).log())
+        A = 1 + 15 * torch.rand(self.A_log.shape, generator=generator)
+        return {"dt_bias": step + torch.log(-torch.expm1(-step)), "A_log": A.log()}
+
+
+class ChannelDecay(Decay):
+    """A decay per head and key channel (KDA): A_log is [1, 1, H, 1], as in its releases; dt_bias [H k]."""
+
+    def __init__(self, heads: int, width: int, *, device: torch.device | str):
+        super().__init__(heads, width, device=device)
+        self.A_log = nn.Parameter(self.A_log.detach()[None, None, :, None])
+
+    def forward(self, a_TH: Tensor) -> Tensor:
+        """g [T, H, k] for a [T, H k]."""
+        return recomputed(_log_decay_of_channels, a_TH, self.A_log, self.dt_bias)
 
 
 def _log_decay(a_TH: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-    step = F.softplus(a_TH.to(torch.promote_types(a_TH.dtype, torch.float32)) + dt_bias)
-    if step.shape[-1] == len(A_log):
-        return -A_log.exp() * step
-    return -A_log.exp()[:, None] * step.unflatten(-1, (len(A_log), -1))
+    return -A_log.exp() * F.softplus(a_TH.to(torch.promote_types(a_TH.dtype, torch.float32)) + dt_bias)
+
+
+def _log_decay_of_channels(a_TH: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    step_TH = F.softplus(a_TH.to(torch.promote_types(a_TH.dtype, torch.float32)) + dt_bias)
+    return -A_log.exp()[0] * step_TH.unflatten(-1, (A_log.numel(), -1))
 
 
 class GatedNorm(RMSNorm):
