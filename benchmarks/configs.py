@@ -69,6 +69,9 @@ SIZES: dict[str, Any] = {
     "rotary_dim": 8,
     "first_k_dense_replace": 1,
     "initializer_range": 0.2,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 12,
+    "shared_intermediate_size": 40,
 }
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OTHER: dict[str, Any] = {
@@ -193,6 +196,8 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
         for name, value in text.items()
         if isinstance(value, list) and len(value) == text["num_hidden_layers"]
     }
+    if text.get("mamba_d_head"):
+        small["mamba_d_head"] = text.get("mamba_expand", 2) * SIZES["hidden_size"] // SIZES["mamba_n_heads"]
     if (text.get("n_group") or 1) > 1:
         small |= {"n_group": 4, "topk_group": 2}
     small |= {name: index + 1 for index, name in enumerate(IDS) if text.get(name) is not None}

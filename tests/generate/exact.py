@@ -54,7 +54,8 @@ HERE = """llama-3-rope-biases qwen2-untied-yarn qwen3 mistral-window ministral-m
     ministral3-grows-and-slides qwen3-vl gemma2-window gemma3-linear-softcap olmo3-yarn
     gemma4-values-are-keys qwen3-moe-mixed deepseek-v3-groups-yarn glm4-moe-norms-groups-yarn qwen2-moe
     mixtral-window deepseek-v2-groups-yarn ernie4-5-moe-interval gpt-oss-window-all-full minimax-m2
-    granitemoe-biases-tied llama4-text mistral4 qwen3-vl-moe-mixed-tied gemma4-experts""".split()
+    granitemoe-biases-tied llama4-text mistral4 qwen3-vl-moe-mixed-tied gemma4-experts
+    granite4 granite4-dense-rotated-limits-tied""".split()
 """One case of every family in each run of the suite; the others of tests/models nightly."""
 
 WIDE = {
@@ -201,7 +202,7 @@ def walked(model: Decoder, steps: Steps, rows: Sequence[Row], spare: int = 0) ->
         for row, logits in zip(running, logits_SV, strict=True):
             walks[row].logits.append(logits.clone())  # a maker may use its buffer again
     # what a plan and the engine count with
-    assert cache.nbytes == cache.rows * cache.capacity * model.cache_bytes()
+    assert cache.nbytes == cache.rows * (cache.capacity * model.cache_bytes() + model.state_bytes())
     return walks
 
 

@@ -3,6 +3,7 @@
 import re
 
 import cases_dense
+import cases_mamba
 import cases_moe
 import torch
 import transformers
@@ -11,8 +12,8 @@ from family_case import SMALL, Case
 from unfreeze import models
 from unfreeze.core.batch import Batch
 
-CASES = {**cases_dense.CASES, **cases_moe.CASES}
-CONFIGS = {**cases_dense.CONFIGS, **cases_moe.CONFIGS}
+CASES = {**cases_dense.CASES, **cases_moe.CASES, **cases_mamba.CASES}
+CONFIGS = {**cases_dense.CONFIGS, **cases_moe.CONFIGS, **cases_mamba.CONFIGS}
 
 DOCUMENTS = [[5, 17, 3, 88, 41, 2, 9], [11, 7], [60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71]]
 
@@ -40,6 +41,8 @@ def randomized(model_class, config):
                 tensor.copy_(1 + 0.3 * torch.randn_like(tensor))
             elif key.endswith("e_score_correction_bias"):
                 tensor.copy_(0.2 * torch.randn_like(tensor))
+            elif key.endswith((".A_log", ".dt_bias", ".D")):  # of Mamba-2: log(1 to heads), ones, ones
+                tensor.mul_(0.3).add_(0.5 * torch.randn_like(tensor))
             elif key.endswith(".bias"):
                 tensor.copy_(0.1 * torch.randn_like(tensor))
     return model

@@ -205,7 +205,9 @@ def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, re
         counted = layer.bytes(torch.float32, "cpu")
         said, shape = counted.held * T, counted.attention
         del y_TD
-        if shape.window is None and not shape.by_blocks:  # torch's own attention repeats keys and values
+        if (
+            shape is not None and shape.window is None and not shape.by_blocks
+        ):  # torch's own attention repeats keys and values
             said += 4 * T * (shape.heads - shape.key_heads) * (shape.width + shape.value_width)
         # beyond what is said: the rows' tokens and weights, and the adapters' thin products
         assert 0.97 <= held / said <= 1.12, (type(layer.mlp).__name__, held / said)

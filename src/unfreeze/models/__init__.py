@@ -28,6 +28,7 @@ from unfreeze.models import (
     gpt_oss,
     granite,
     granitemoe,
+    granitemoehybrid,
     llama,
     llama4_text,
     minimax_m2,
@@ -110,6 +111,7 @@ FAMILIES: dict[str, ModuleType] = {
     "gpt_oss": gpt_oss,
     "granite": granite,
     "granitemoe": granitemoe,
+    "granitemoehybrid": granitemoehybrid,
     "kimi_k2": deepseek_v3,
     "llama": llama,
     "llama4_text": llama4_text,
@@ -271,7 +273,8 @@ def ignored(shape: Shape) -> Sequence[str]:
 
 def renamed(shape: Shape) -> tuple[tuple[str, str], ...]:
     """Return (our name, transformers' name) for parts of module names where the family's differ."""
-    return getattr(FAMILIES[shape.model_type], "RENAMED", ())
+    family = FAMILIES[shape.model_type]
+    return family.renamed(shape) if hasattr(family, "renamed") else getattr(family, "RENAMED", ())
 
 
 def swapped_by_peft(shape: Shape) -> bool:

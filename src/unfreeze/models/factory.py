@@ -22,6 +22,7 @@ from unfreeze.models.blocks.embedding import Embedding, ScaledEmbedding
 from unfreeze.models.blocks.experts import Experts, ExpertWeight
 from unfreeze.models.blocks.head import Head
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.mamba import Step
 from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.nonlinearity import GATED_SILU, Nonlinearity
 from unfreeze.models.blocks.norm import RMSNorm
@@ -85,6 +86,10 @@ class Factory:
     def decay(self, heads: int, width: int = 1) -> Decay:
         """Its parameters are in float32 whatever the computation's dtype."""
         return Decay(heads, width, device=self.device)
+
+    def step(self, heads: int, limits: tuple[float, float]) -> Step:
+        """As `decay`, of Mamba-2."""
+        return Step(heads, limits, device=self.device)
 
     def mlp(
         self,

@@ -58,7 +58,7 @@ class Number:
 class Of:
     """A value of one type: "true or false", "a text", "an object"."""
 
-    type: type
+    type: type | tuple[type, ...]
     words: str
 
     def __str__(self) -> str:
@@ -87,9 +87,7 @@ FIELDS: dict[str, Kind] = {
         (
             "n_routed_experts",
             "num_experts",
-            "num_local_experts",
             "moe_num_experts",
-            "num_experts_per_tok",
             "top_k_experts",
             "moe_k",
             "n_group",
@@ -98,6 +96,9 @@ FIELDS: dict[str, Kind] = {
         Whole(1, COUNT),
     ),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), Whole(1, COUNT)),
+    **dict.fromkeys(
+        ("num_local_experts", "num_experts_per_tok"), Whole(0, COUNT)
+    ),  # Granite 4: 0, no experts
     **dict.fromkeys(
         ("n_shared_experts", "moe_num_shared_experts", "num_nextn_predict_layers", "num_mtp_layers"),
         Whole(0, 1000),
@@ -114,6 +115,10 @@ FIELDS: dict[str, Kind] = {
     "rms_norm_eps": Number(0, closed=True),
     "moe_norm_min": Number(0, closed=True),
     "initializer_range": Number(0, closed=True),
+    **dict.fromkeys(("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_conv"), Whole(1, COUNT)),
+    **dict.fromkeys(("mamba_expand", "shared_intermediate_size"), Whole(1, WIDTH)),
+    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
+    "time_step_limit": Of((list, tuple), "a list of two numbers"),
     "routed_scaling_factor": Number(0),
     **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), Number(0)),
     "rotary_dim": Whole(2, COUNT),
@@ -268,6 +273,8 @@ def check_sizes(shape: Shape) -> None:
         experts, chosen = shape.moe.num_experts, shape.moe.experts_per_token
         n_group, topk_group = int(shape.config.get("n_group", 1)), int(shape.config.get("topk_group", 1))
         wrong += [
+            (not experts, "num_local_experts is 0 in a model with experts in every layer"),
+            (not chosen, "num_experts_per_tok is 0; a token needs an expert"),
             (experts % n_group, f"{experts:,} experts don't divide into n_group {n_group:,}"),
             (
                 experts == n_group > 1,

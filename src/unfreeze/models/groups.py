@@ -25,11 +25,11 @@ def group_of(name: str) -> str:
         return "embeddings"
     if "lm_head" in parts:
         return "lm_head"
-    if "self_attn" in parts or "linear_attn" in parts:
+    if not {"self_attn", "linear_attn", "mamba"}.isdisjoint(parts):
         return "attention"
     if re.search(ROUTER, name):
         return "router"
-    if "shared_experts" in parts or "shared_expert" in parts:
+    if not {"shared_experts", "shared_expert", "shared_mlp"}.isdisjoint(parts):
         return "shared_experts"
     if "experts" in parts or "input_linear" in parts or "output_linear" in parts:
         return "experts"

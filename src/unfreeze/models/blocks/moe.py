@@ -15,7 +15,7 @@ from unfreeze.kernels.decode_step.program import Row
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
-from unfreeze.models.blocks.mlp import MLP
+from unfreeze.models.blocks.mlp import MLP, FusedMLP
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
 from unfreeze.models.blocks.recording import Recording
@@ -34,7 +34,7 @@ class MoE(Block):
     counts_E: Tensor
     replayed_3: Tensor
 
-    def __init__(self, layer: int, *, gate: Router, experts: Experts, shared_experts: MLP | None):
+    def __init__(self, layer: int, *, gate: Router, experts: Experts, shared_experts: MLP | FusedMLP | None):
         super().__init__()
         self.layer, self.gate, self.experts, self.shared_experts = layer, gate, experts, shared_experts
         self.register_buffer(
