@@ -59,7 +59,9 @@ def limits(config: Mapping[str, Any]) -> tuple[float, float]:
     transformers writes infinity as {"__float__": "Infinity"}.
     """
     declared = config["time_step_limit"]
-    numbers = [limit.get("__float__") if isinstance(limit, Mapping) else limit for limit in declared]
+    numbers: list[Any] = [
+        limit.get("__float__") if isinstance(limit, Mapping) else limit for limit in declared
+    ]
     try:
         low, high = map(float, numbers)
     except (TypeError, ValueError):
