@@ -72,6 +72,11 @@ SIZES: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_state": 12,
     "shared_intermediate_size": 40,
+    "ssm_state_size": 12,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 10,
+    "moe_latent_size": 32,
+    "moe_shared_expert_intermediate_size": 40,
 }
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OTHER: dict[str, Any] = {
@@ -79,6 +84,11 @@ OTHER: dict[str, Any] = {
     "dtype": "float32",
     "model_type": "t5",
     "hidden_act": "gelu",
+    "mlp_hidden_act": "gelu",
+    "mamba_hidden_act": "gelu",
+    "hybrid_override_pattern": "M*-E",
+    "layers_block_type": ["attention", "moe", "mamba"],
+    "time_step_limit": [0.2, 0.5],
     "scoring_func": "softmax",
     "topk_method": "greedy",
     "architectures": ["MistralForCausalLM"],
@@ -179,6 +189,13 @@ class Change:
 ABSENT = object()
 
 
+def repair(model: torch.nn.Module) -> None:
+    """Nemotron-H of transformers 5.23 clamps dt at time_step_min, not at its time_step_limit (its #48989)."""
+    for mixer in model.modules():
+        if type(mixer).__name__ == "NemotronHMamba2Mixer":
+            mixer.time_step_limit = tuple(mixer.config.time_step_limit)
+
+
 def tiny(config: dict[str, Any]) -> dict[str, Any]:
     """All fields of a config but its sizes, which become small; quantization is left out, since weights here
     are random and dense."""
@@ -194,8 +211,13 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
     small |= {  # layer_types and its like, an entry per layer
         name: value[: SIZES["num_hidden_layers"]]
         for name, value in text.items()
-        if isinstance(value, list) and len(value) == text["num_hidden_layers"]
+        if isinstance(value, list) and len(value) == text.get("num_hidden_layers")
     }
+    for name in ("hybrid_override_pattern", "layers_block_type"):  # Nemotron-H: a layer of each kind
+        if text.get(name):
+            kinds = list(dict.fromkeys(text[name]))
+            small[name] = "".join(kinds) if isinstance(text[name], str) else kinds
+            small["num_hidden_layers"] = len(kinds)
     if text.get("mamba_d_head"):
         small["mamba_d_head"] = text.get("mamba_expand", 2) * SIZES["hidden_size"] // SIZES["mamba_n_heads"]
     if (text.get("n_group") or 1) > 1:
@@ -339,6 +361,7 @@ class Bench:
             ]
             if missing or info["mismatched_keys"]:
                 return f"{len(missing) + len(info['mismatched_keys'])} tensors don't fit"
+            repair(model)
             with torch.no_grad():
                 return model.eval()(torch.tensor([TOKENS]))[0][0].float()
         except Exception as error:

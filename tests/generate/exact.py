@@ -55,7 +55,7 @@ HERE = """llama-3-rope-biases qwen2-untied-yarn qwen3 mistral-window ministral-m
     gemma4-values-are-keys qwen3-moe-mixed deepseek-v3-groups-yarn glm4-moe-norms-groups-yarn qwen2-moe
     mixtral-window deepseek-v2-groups-yarn ernie4-5-moe-interval gpt-oss-window-all-full minimax-m2
     granitemoe-biases-tied llama4-text mistral4 qwen3-vl-moe-mixed-tied gemma4-experts
-    granite4 granite4-dense-rotated-limits-tied""".split()
+    granite4 granite4-dense-rotated-limits-tied nemotron-h nemotron-h-latent-groups-limits""".split()
 """One case of every family in each run of the suite; the others of tests/models nightly."""
 
 WIDE = {

@@ -35,6 +35,9 @@ def randomized(model_class, config):
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = model_class(config).float().eval()
+    for mixer in model.modules():  # huggingface/transformers#48989: it clamps dt at time_step_min instead
+        if type(mixer).__name__ == "NemotronHMamba2Mixer":
+            mixer.time_step_limit = tuple(config.time_step_limit)
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in key or key.endswith(("router.scale", "per_expert_scale", "layer_scalar")):

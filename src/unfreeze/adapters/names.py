@@ -13,6 +13,7 @@ from torch import nn
 from unfreeze import models
 from unfreeze.checkpoint.keymap import disk_module
 from unfreeze.core.errors import AdapterError
+from unfreeze.models.blocks.experts import Experts
 
 
 def theirs(model: nn.Module, name: str) -> str:
@@ -61,8 +62,10 @@ def check_per_expert(model: nn.Module, site: str) -> None:
     shape = getattr(model, "shape", None)
     if not isinstance(shape, models.Shape):
         return
-    stored = disk_module(f"{site}.gate_up_proj", models.rules(shape))
-    if stored != f"{site}.0.gate_proj":
+    owner = model.get_submodule(site)
+    assert isinstance(owner, Experts)
+    stored = disk_module(f"{site}.{owner.first}", models.rules(shape))
+    if ours(model, stored) != f"{site}.0.{owner.activation.projections[0]}":
         raise AdapterError(
             f"the per-expert layout is not built for model_type {shape.model_type!r}: its releases store"
             f" {stored}, and no reader's names for adapters of such experts are known here",

@@ -118,7 +118,7 @@ class Factory:
         kind: type[Experts] = Experts,
         activation: Activation = SWIGLU,
     ) -> Experts:
-        gate_up, down_proj = (f"{name}.{projection}" for projection in ("gate_up_proj", "down_proj"))
+        gate_up, down_proj = (f"{name}.{projection}" for projection in (kind.first, "down_proj"))
         codec, down = self.codec_for(gate_up), self.codec_for(down_proj)
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "held": self.held_for(gate_up)}
         experts = kind(
@@ -135,7 +135,7 @@ class Factory:
     def experts_of(self, shape: Shape, name: str, **parts: Any) -> Experts:
         """Routed experts of the MoE layer `name`, with the model's sizes; `parts` as in `experts`."""
         assert shape.moe is not None
-        sizes = shape.moe.num_experts, shape.hidden_size, shape.moe.intermediate_size
+        sizes = shape.moe.num_experts, shape.moe.latent or shape.hidden_size, shape.moe.intermediate_size
         return self.experts(f"{name}.experts", *sizes, **parts)
 
     def router(self, shape: Shape, routing: RoutingRule, kind: type[Router] = Router) -> Router:

@@ -118,6 +118,14 @@ FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_conv"), Whole(1, COUNT)),
     **dict.fromkeys(("mamba_expand", "shared_intermediate_size"), Whole(1, WIDTH)),
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
+    **dict.fromkeys(
+        ("ssm_state_size", "mamba_num_heads", "mamba_head_dim", "n_groups", "conv_kernel"), Whole(1, COUNT)
+    ),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_latent_size"), Whole(1, WIDTH)),
+    "use_conv_bias": FLAG,
+    "layer_norm_epsilon": Number(0, closed=True),
+    "layers_block_type": PER_LAYER,
+    "hybrid_override_pattern": TEXT,
     "time_step_limit": Of((list, tuple), "a list of two numbers"),
     "routed_scaling_factor": Number(0),
     **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), Number(0)),
@@ -320,8 +328,9 @@ def check_against_files(shape: Shape, manifest: Manifest) -> None:
     }
     if shape.moe:
         layers = sum(shape.is_moe(layer) for layer in range(L))
-        E, I = shape.moe.num_experts, shape.moe.intermediate_size
-        terms[f"{layers:,} layers x {E:,} experts x 3 matrices of {D:,} x {I:,}"] = layers * E * 3 * D * I
+        E, I, M = shape.moe.num_experts, shape.moe.intermediate_size, shape.moe.matrices
+        D = shape.moe.latent or D
+        terms[f"{layers:,} layers x {E:,} experts x {M} matrices of {D:,} x {I:,}"] = layers * E * M * D * I
     least, tensors = sum(terms.values()) // 2, 6 * L
     if least > ABSURD * manifest.nbytes + SLACK or tensors > ABSURD * len(manifest.tensors) + 100:
         largest = max(terms, key=lambda term: terms[term])

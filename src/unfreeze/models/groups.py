@@ -11,9 +11,14 @@ import re
 GROUPS = ("attention", "mlp", "shared_experts", "experts", "router", "lm_head", "embeddings", "norms")
 
 ROUTER = (
-    r"\.(mlp|moe|block_sparse_moe)\.gate(\.|$)"
+    r"\.(mlp|moe|block_sparse_moe|mixer)\.gate(\.|$)"
     r"|\.(router|shared_expert_gate|moe_statics|e_score_correction_bias)(\.|$)"
 )
+
+
+ATTENTION = frozenset(("self_attn", "linear_attn", "mamba"))
+MIXERS = frozenset("q_proj k_proj v_proj o_proj in_proj out_proj conv1d decay A_log dt_bias D".split())
+"""Parts of attention and of Mamba-2 in a layer that names all its mixers alike (Nemotron-H)."""
 
 
 def group_of(name: str) -> str:
@@ -21,11 +26,11 @@ def group_of(name: str) -> str:
     parts = name.split(".")
     if any("norm" in part for part in parts) or parts[-1] == "layer_scalar":
         return "norms"
-    if "embed_tokens" in parts:
+    if "embed_tokens" in parts or "embeddings" in parts:
         return "embeddings"
     if "lm_head" in parts:
         return "lm_head"
-    if not {"self_attn", "linear_attn", "mamba"}.isdisjoint(parts):
+    if not ATTENTION.isdisjoint(parts) or ("mixer" in parts and not MIXERS.isdisjoint(parts)):
         return "attention"
     if re.search(ROUTER, name):
         return "router"

@@ -47,6 +47,7 @@ def initialize(model: Decoder, seed: int, put: Callable[[str, Tensor], None] | N
                         "fc2.weight",
                         "out_proj.weight",
                         "output_linear.weight",
+                        "fc2_latent_proj.weight",
                     )
                 )
                 scale = std / (2 * model.shape.num_layers) ** 0.5 if into_residual else std

@@ -32,12 +32,12 @@ from unfreeze.quant.codec import Packed
 __all__ = [
     "OP",
     "SWIGLU",
-    "SquaredReLU",
     "WORKSPACE",
     "Activation",
     "ClampedSwiGLU",
     "ExpertFactors",
     "GeGLU",
+    "SquaredReLU",
     "adapter_columns",
     "bucket",
     "expert_groups",

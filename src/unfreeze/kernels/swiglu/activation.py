@@ -24,7 +24,7 @@ class Activation(ABC):
     """The activation of an expert. Instances that compare equal are the same activation.
 
     kind          its name in buckets, records and kernels
-    projections   the matrices before it, in the order of gate_up's rows; without a gate gate_up is up [E, I, D]
+    projections   the matrices before it, in the order of gate_up's rows; up alone, if there is no gate
     interleaved   gate and up alternate along gate_up's 2I, gate first; else gate is the first half
     """
 

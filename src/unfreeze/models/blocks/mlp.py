@@ -116,3 +116,19 @@ class PlainMLP(Block):
         worst = max(self.activation.alive_on(device) * I, I + 2 * D, 2 * I)
         size = dtype.itemsize
         return Bytes(held=2 * I * size, own=(worst - 2 * I) * size, linear=I * size)
+
+
+class UpDownMLP(PlainMLP):
+    """PlainMLP whose projections are named up_proj and down_proj (Nemotron-H)."""
+
+    def __init__(self, *, up_proj: Linear, down_proj: Linear, activation: Nonlinearity):
+        Block.__init__(self)
+        self.up_proj, self.down_proj, self.activation = up_proj, down_proj, activation
+
+    @property
+    def fc1(self) -> Linear:  # type: ignore[override]
+        return self.up_proj
+
+    @property
+    def fc2(self) -> Linear:  # type: ignore[override]
+        return self.down_proj
