@@ -29,10 +29,10 @@ class Step(Decay):
         self.limits = limits
         self.D = nn.Parameter(torch.empty(heads, dtype=torch.float32, device=device))
 
-    def forward(self, a_TH: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """(dt, g), each [T, H] in float32 at least."""
+    def forward(self, a_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """(dt [T, H], g [T, H], D [H]) in float32 at least. D is a copy: FSDP2 frees gathered parameters."""
         dt_TH = recomputed(self._step, a_TH, self.dt_bias)
-        return dt_TH, dt_TH * -self.A_log.exp()
+        return dt_TH, dt_TH * -self.A_log.exp(), self.D.clone()
 
     def _step(self, a_TH: Tensor, dt_bias_H: Tensor) -> Tensor:
         wide_TH = a_TH.to(torch.promote_types(a_TH.dtype, torch.float32))
@@ -98,10 +98,10 @@ class Mamba2(Block):
             part.unflatten(-1, (-1, width))
             for part, width in zip(mixed_TC.split((H * v, G * k, G * k), -1), (v, k, k), strict=True)
         )
-        dt_TH, g_TH = self.decay(a_TH)
+        dt_TH, g_TH, D_H = self.decay(a_TH)
         added_THv = recomputed(_times, x_THv, dt_TH)
         o_THv = run.recur(self.name, C_TGk, B_TGk, added_THv, g_TH, None, Rule())
-        return self.out_proj(self.norm(o_THv, x_THv, z_TC, self.decay.D), run.reuse_linear)
+        return self.out_proj(self.norm(o_THv, x_THv, z_TC, D_H), run.reuse_linear)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a row's state, in float32, and of its convolution's window."""
