@@ -325,18 +325,21 @@ def test_a_record_decides(build, taped, tmp_path):
 
 
 @pytest.mark.parametrize("device, replays", [("cuda", True), ("cuda", False), ("cpu", False)])
-@pytest.mark.parametrize("hinders", ["", "exchanges", "streamed weights"])
+@pytest.mark.parametrize("hinders", ["", "exchanges", "streamed weights", "a state"])
 def test_on_cuda_steps_are_within_widths_and_recorded_where_a_replay_does_the_same(
     device, replays, hinders, monkeypatch
 ):
-    """A replay would neither talk to other processes nor copy the next layer's weights to the device."""
+    """A replay would neither talk to other processes nor copy the next layer's weights to the device.
+
+    And recording a step runs it three times, each of which would move a recurrent state on.
+    """
     monkeypatch.setattr(steps_file, "pays", lambda *_: replays)
     model = SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16)
-    model.exchanges = hinders == "exchanges"
+    model.exchanges, model.state_bytes = hinders == "exchanges", lambda: 8 * (hinders == "a state")
     model.residency = SimpleNamespace(visit=print) if hinders == "streamed weights" else RESIDENT
     step = step_by_record(model, Cache(1, 64))
     assert isinstance(step, Replayed) == (device == "cuda")
-    assert isinstance(step, Recorded) == (device == "cpu" and not hinders)
+    assert isinstance(step, Recorded) == (device == "cpu" and hinders in ("", "a state"))
     if device == "cuda":
         assert step.impl == ("auto" if replays and not hinders else "reference")
 

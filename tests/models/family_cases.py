@@ -3,6 +3,7 @@
 import re
 
 import cases_dense
+import cases_hybrid
 import cases_mamba
 import cases_moe
 import torch
@@ -12,8 +13,8 @@ from family_case import SMALL, Case
 from unfreeze import models
 from unfreeze.core.batch import Batch
 
-CASES = {**cases_dense.CASES, **cases_moe.CASES, **cases_mamba.CASES}
-CONFIGS = {**cases_dense.CONFIGS, **cases_moe.CONFIGS, **cases_mamba.CONFIGS}
+CASES = {**cases_dense.CASES, **cases_moe.CASES, **cases_hybrid.CASES, **cases_mamba.CASES}
+CONFIGS = {**cases_dense.CONFIGS, **cases_moe.CONFIGS, **cases_hybrid.CONFIGS, **cases_mamba.CONFIGS}
 
 DOCUMENTS = [[5, 17, 3, 88, 41, 2, 9], [11, 7], [60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71]]
 

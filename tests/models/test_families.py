@@ -4,6 +4,7 @@ configurations."""
 import re
 from pathlib import Path
 
+import cases_hybrid
 import pytest
 import torch
 from family_case import YARN
@@ -28,7 +29,7 @@ def not_compared(families, cases) -> list[str]:
 def test_every_family_is_compared_with_transformers():
     missing = not_compared(models.FAMILIES, CASES)
     assert not missing, (
-        f"{missing} is compared with nothing: add a line to CASES in tests/models/cases_dense.py or cases_moe.py"
+        f"{missing} is compared with nothing: add a line to CASES in one of tests/models/cases_*.py"
     )
 
 
@@ -68,6 +69,16 @@ def test_an_error_that_points_to_contributing_names_a_section_that_is_there():
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_gradients_equal_transformers(name):
     logits, gradients = difference(name)
+    assert logits <= 1e-4 and gradients <= 1e-4
+
+
+@pytest.mark.parametrize("recompute", [models.plain, models.selective])
+@pytest.mark.parametrize("name", cases_hybrid.CASES)
+def test_a_hybrid_equals_transformers_over_several_chunks(name, recompute):
+    """Documents of several chunks and segments of the recurrence, and short ones beside them."""
+    draw = torch.Generator().manual_seed(3)
+    documents = [torch.randint(97, (length,), generator=draw).tolist() for length in (150, 1, 70, 3)]
+    logits, gradients = difference(name, recompute, documents)
     assert logits <= 1e-4 and gradients <= 1e-4
 
 

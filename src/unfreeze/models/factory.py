@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from unfreeze.quant.codec import Codec
 from unfreeze.quant.formats import recognise
 from unfreeze.quant.scheme import CodecFor, nothing_packed
 
-N = TypeVar("N", bound=RMSNorm)
+Norm = TypeVar("Norm", bound=RMSNorm)
 HeldFor = Callable[[str], torch.dtype | None]
 """Name of a module on disk -> the dtype its frozen matrix is held in; None: the computation's."""
 
@@ -78,7 +78,12 @@ class Factory:
         """One number that is never trained: a buffer of its module."""
         return torch.empty(1, dtype=self.dtype, device=self.device)
 
-    def norm(self, size: int, eps: float, kind: type[N] = RMSNorm) -> N:  # type: ignore[assignment]
+    @overload
+    def norm(self, size: int, eps: float) -> RMSNorm: ...
+    @overload
+    def norm(self, size: int, eps: float, kind: type[Norm]) -> Norm: ...
+    def norm(self, size: int, eps: float, kind: type[RMSNorm] = RMSNorm) -> RMSNorm:
+        """A norm; `kind` is its class."""
         return kind(size, eps, dtype=self.dtype, device=self.device)
 
     def short_conv(self, channels: int, taps: int, *, silu: bool, bias: bool = False) -> ShortConv:

@@ -105,6 +105,12 @@ FIELDS: dict[str, Kind] = {
     ),
     "shared_expert_intermediate_size": Whole(0, WIDTH),
     "num_hidden_layers": Whole(1, 10_000),
+    "full_attention_interval": Whole(1, 10_000),
+    "linear_conv_kernel_dim": Whole(1, 64),
+    **dict.fromkeys(
+        ("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+        Whole(1, COUNT),
+    ),
     "first_k_dense_replace": Whole(0, 10_000),
     "decoder_sparse_step": Whole(1, 10_000),
     **dict.fromkeys(("moe_layer_freq", "moe_layer_interval"), Whole(1, 10_000)),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from unfreeze.models.factory import Factory
     from unfreeze.models.layer import Layer
 
-RULES, RENAMED = (*deepseek_v3.FUSED, *deepseek_v3.QUANTIZED, *qwen3_next.DECAY), qwen3_next.RENAMED
+RULES = (*deepseek_v3.FUSED, *deepseek_v3.QUANTIZED, *qwen3_next.DECAY)
 ignored = qwen3_next.ignored
 ends = qwen3_next.ends
 SIZES = {

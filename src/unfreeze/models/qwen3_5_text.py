@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from unfreeze.models.factory import Factory
     from unfreeze.models.layer import Layer
 
-RULES, RENAMED = qwen3_next.DECAY, qwen3_next.RENAMED
+RULES = qwen3_next.DECAY
 ignored = qwen3_next.ignored
 ends = qwen3_next.ends
 HYBRID: Mapping[str, Any] = {
@@ -26,14 +26,13 @@ HYBRID: Mapping[str, Any] = {
     "max_position_embeddings": 32768,
     "head_dim": 256,
     "attention_bias": False,
-    "full_attention_interval": 4,
 }
 ONE_VALUE = {"attn_output_gate": lambda config: True, "mlp_only_layers": lambda config: []}
 SILENT = names("mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype")
 """Heads that predict several tokens are carried along; the state is in float32 here whatever the field."""
 FIELDS = Fields(
     absent={**HYBRID, "num_key_value_heads": 4},
-    read=names("layer_types partial_rotary_factor"),
+    read=names("layer_types full_attention_interval partial_rotary_factor"),
     only=ONE_VALUE,
     silent=SILENT,
     rope_silent=names("mrope_section mrope_interleaved"),

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _MIXER = "model.layers.{layer}.linear_attn."
 DECAY = tuple(StackRule(_MIXER + name, f"{_MIXER}decay.{name}") for name in ("A_log", "dt_bias"))
 RULES = (*deepseek_v3.RULES, *DECAY)
-RENAMED = (("linear_attn.decay.", "linear_attn."),)
 SIZES = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
@@ -51,9 +50,8 @@ FIELDS = Fields(
         "num_experts_per_tok": 10,
         "num_experts": 512,
         "norm_topk_prob": True,
-        "full_attention_interval": 4,
     },
-    read=names("layer_types partial_rotary_factor"),
+    read=names("layer_types full_attention_interval partial_rotary_factor"),
     neutral=qwen3.QK_NORM,
 )
 
@@ -65,7 +63,7 @@ def ignored(shape: Shape) -> tuple[str, ...]:
 
 def hybrid(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json, without experts. Every full_attention_interval-th layer has attention."""
-    every = int(config["full_attention_interval"])
+    every = int(config.get("full_attention_interval", 4))
     kinds = layer_types(config, lambda index: LINEAR if (index + 1) % every else FULL, (FULL, LINEAR))
     divides(config, "linear_num_key_heads", "linear_num_value_heads")
     base = llama.shape(config)

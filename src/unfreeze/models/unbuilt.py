@@ -49,7 +49,10 @@ SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layers with a recurrent state (RG-LRU)", ("lru_width",)),
     ("layers with a recurrent state (RWKV)", ("attention_hidden_size", "rescale_every")),
     ("layers with a recurrent state (xLSTM)", ("sequence_kernel", "chunkwise_kernel")),
-    ("layers with a recurrent state (linear attention)", ("linear_attn_alpha_factor",)),
+    (
+        "layers with a recurrent state (linear attention)",
+        ("linear_attn_alpha_factor", "linear_conv_kernel_dim"),
+    ),
     ("layers of short convolutions", ("conv_L_cache",)),
     ("mixed streams (AltUp)", ("altup_num_inputs",)),
     ("layers that attend to an image (cross attention)", ("cross_attention_layers",)),

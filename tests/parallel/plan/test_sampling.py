@@ -11,6 +11,7 @@ import torch
 from benchmarks.harness import shapes
 from unfreeze import models
 from unfreeze.core.layout import RESIDENT
+from unfreeze.kernels.choice import record
 from unfreeze.parallel.answers import Answers, OfStep
 from unfreeze.parallel.plan import rates_here
 from unfreeze.parallel.plan.counts import counts
@@ -36,8 +37,9 @@ def measured(name: str) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_decoding_step_is_within_a_factor_of_two_of_what_was_measured(name):
+def test_a_decoding_step_is_within_a_factor_of_two_of_what_was_measured(name, monkeypatch):
     """At 1 to 64 rows. A pass of so few tokens through the training kernels is seven times too slow."""
+    monkeypatch.setattr(record, "device_key", lambda device: RESULTS.stem)  # the rates of that class of CPU
     model = models.from_config(SHAPES[name], torch.bfloat16, as_stored=True)
     known, there = counts(model), measured(name)
     rates = rates_here(

@@ -25,7 +25,7 @@ from unfreeze.kernels.recompute import Reuse, compute_now
 from unfreeze.kernels.recurrence.chunked import segment_forward
 from unfreeze.kernels.recurrence.segments import CHUNK, SLOTS, Segments
 
-__all__ = ["Rule", "Segments", "packed_recurrence", "recurrence_step", "workspace_bytes"]
+__all__ = ["Rule", "Segments", "final_states", "packed_recurrence", "recurrence_step", "workspace_bytes"]
 
 
 class Rule(NamedTuple):
@@ -44,13 +44,49 @@ def packed_recurrence(
     segments: Segments,
     rule: Rule,
     reuse: Reuse | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(o [T, H, v] in v's dtype, the state after each document [S, H, k, v] in float32, without gradient).
+) -> Tensor:
+    """o [T, H, v] in v's dtype.
 
     g_TH [T, H] or [T, H, k] float32; beta_TH [T, H] or None. Backward keeps the inputs and a state per
-    segment and computes the rest again. `reuse`: of a layer that is recomputed.
+    segment but the first, and computes the rest again. `reuse`: of a layer that is recomputed.
     """
     return _Packed.apply(q_TGk, k_TGk, v_THv, g_TH, beta_TH, segments, rule, reuse or compute_now)
+
+
+def final_states(
+    q_TGk: Tensor,
+    k_TGk: Tensor,
+    v_THv: Tensor,
+    g_TH: Tensor,
+    beta_TH: Tensor | None,
+    segments: Segments,
+    rule: Rule,
+) -> tuple[Tensor, Tensor]:
+    """(o as packed_recurrence, the state after each document [S, H, k, v] in float32), without gradients."""
+    with torch.no_grad():
+        o_THv, _, ended = _forward((q_TGk, k_TGk, v_THv, g_TH, beta_TH), segments, rule, final=True)
+    final = torch.empty_like(ended)
+    final[segments.order_S] = ended
+    return o_THv, final
+
+
+def _forward(
+    inputs: tuple[Tensor | None, ...], segments: Segments, rule: Rule, *, final: bool
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """(o, the state before each segment but the first, the last states of the documents if `final`)."""
+    q_TGk, _, v_THv, *_ = inputs
+    assert q_TGk is not None and v_THv is not None
+    o_THv = torch.empty_like(v_THv, memory_format=torch.contiguous_format)
+    state = _zeros(q_TGk, v_THv, segments.each[0].counts[0])
+    ended: list[Tensor] = []
+    states: list[Tensor] = []
+    for segment in segments.each:
+        own = _of(inputs, segment.tokens_t)
+        o_tHv, state, last = segment_forward(own, state, segment, segments, rule, final=final)
+        o_THv[segment.tokens_t] = o_tHv.to(o_THv.dtype)
+        states.append(state)
+        ended += last
+    return o_THv, states[:-1], torch.cat(ended[::-1]) if final else state
 
 
 class _Packed(torch.autograd.Function):
@@ -65,37 +101,21 @@ class _Packed(torch.autograd.Function):
         segments: Segments,
         rule: Rule,
         reuse: Reuse,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         inputs = (q_TGk, k_TGk, v_THv, g_TH, beta_TH)
-
-        def compute() -> tuple[Tensor, Tensor, list[Tensor]]:
-            o_THv = torch.empty_like(v_THv, memory_format=torch.contiguous_format)
-            state = _zeros(q_TGk, v_THv, segments.each[0].counts[0])
-            ended, states = [], []
-            for segment in segments.each:
-                states.append(state)
-                o_tHv, state, last = segment_forward(
-                    _of(inputs, segment.tokens_t), state, segment, segments, rule
-                )
-                o_THv[segment.tokens_t] = o_tHv.to(o_THv.dtype)
-                ended += last
-            final = torch.empty_like(torch.cat(ended[::-1]))
-            final[segments.order_S] = torch.cat(ended[::-1])
-            return o_THv, final, states
-
-        o_THv, final, states = reuse(compute)
+        o_THv, states = reuse(lambda: _forward(inputs, segments, rule, final=False)[:2])
         ctx.save_for_backward(*(x for x in inputs if x is not None), *states)
         ctx.segments, ctx.rule, ctx.num = segments, rule, len(inputs) - (beta_TH is None)
-        ctx.mark_non_differentiable(final)
-        return o_THv, final
+        return o_THv
 
     @staticmethod
-    def backward(ctx: Any, do_THv: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do_THv: Tensor) -> tuple[Tensor | None, ...]:
         """Segments from the last to the first; dstate flows from each to the one before."""
         inputs, states = ctx.saved_tensors[: ctx.num], ctx.saved_tensors[ctx.num :]
+        first = _zeros(inputs[0], inputs[2], ctx.segments.each[0].counts[0])
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
         dstate: Tensor | None = None
-        for segment, state in zip(reversed(ctx.segments.each), reversed(states), strict=True):
+        for segment, state in zip(reversed(ctx.segments.each), (*reversed(states), first), strict=True):
             own = [x.requires_grad_() for x in _of(inputs, segment.tokens_t)]
             padded = [*own, None] if len(own) == 4 else own
             with torch.enable_grad():
@@ -111,14 +131,14 @@ class _Packed(torch.autograd.Function):
         return *gradients, *none, None, None, None
 
 
-def workspace_bytes(G: int, H: int, k: int, v: int, *, by_channel: bool = False) -> int:
+def workspace_bytes(G: int, H: int, k: int, v: int, device: str, *, by_channel: bool = False) -> int:
     """Bytes that backward of a segment adds: float32 tensors per slot, counted in segment_forward.
 
     Per value head: 6 [v] and 6 [k] rows, and 5 rows of a chunk's products; per key head 6 [k] rows, with a
     decay per channel 24 and their gradients; each twice, with its gradient.
     """
     products = 5 * CHUNK if not by_channel else 12 * CHUNK
-    return 8 * SLOTS * (H * (6 * v + 6 * k + products) + G * k * (24 if by_channel else 6))
+    return 8 * SLOTS[device] * (H * (6 * v + 6 * k + products) + G * k * (24 if by_channel else 6))
 
 
 def _of(inputs: Any, tokens_t: Tensor) -> list[Any]:

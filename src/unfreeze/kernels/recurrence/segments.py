@@ -18,7 +18,8 @@ from torch import Tensor
 from unfreeze.core.batch import send
 
 CHUNK = 64
-SLOTS = 2048  # of a segment: bounds the workspace; a step of more documents is a segment of its own
+SLOTS = {"cpu": 512, "cuda": 4096}
+"""Slots of a segment: they bound the workspace. A step of more documents is a segment of its own."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ class Segments:
         size = min(CHUNK, max(16, 1 << (longest - 1).bit_length()))
         chunks_S = -(-lengths_S[order_S] // size)
         counts = [int((chunks_S > step).sum()) for step in range(int(chunks_S[0]))]
-        each, begin = [], 0
+        each, begin, slots = [], 0, SLOTS.get(torch.device(device).type, SLOTS["cuda"])
         while begin < len(counts):
             end, total = begin + 1, counts[begin]
-            while end < len(counts) and (total + counts[end]) * size <= SLOTS:
+            while end < len(counts) and (total + counts[end]) * size <= slots:
                 total, end = total + counts[end], end + 1
             each.append(_segment(counts, begin, end, size, starts_S[order_S], lengths_S[order_S], device))
             begin = end

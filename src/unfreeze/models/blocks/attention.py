@@ -182,11 +182,11 @@ class GatedAttention(Attention):
         return self.o_proj(recomputed(gated, o_TH, gate_THd.flatten(1)), run.reuse_linear)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """As Attention; also q and gate before their norm, a copy of the gate, and the gated output."""
+        """As Attention; the first product also has the gate, of which a copy and the gated output stay."""
         double, k = self.q_proj.out_features, self.k_proj.out_features
         q = double // 2
         projections = Bytes(
-            held=(double + 3 * q + 2 * k) * dtype.itemsize,
+            held=(double + 2 * q + k) * dtype.itemsize,
             own=double * dtype.itemsize,
             linear=(double + 2 * k) * dtype.itemsize,
         )

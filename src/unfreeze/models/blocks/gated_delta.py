@@ -22,6 +22,11 @@ class GatedDeltaNet(Block):
     Source: arXiv:2412.06464.
     """
 
+    in_proj_qkv: Linear
+    in_proj_z: Linear
+    in_proj_b: Linear
+    in_proj_a: Linear
+
     def __init__(
         self,
         layer: int,
@@ -81,12 +86,15 @@ class GatedDeltaNet(Block):
             own=(C + 2 * z) * size + 8 * C,
             expensive=z * size,
             linear=(C + z + 2 * H) * size,
-            scratch=workspace_bytes(G, H, k, v),
+            scratch=workspace_bytes(G, H, k, v, device),
         )
 
 
 class FusedGatedDeltaNet(GatedDeltaNet):
     """With two projections whose rows are grouped by key head: q, k, v, z and b, a (Qwen3-Next)."""
+
+    in_proj_qkvz: Linear
+    in_proj_ba: Linear
 
     def project(self, x_TD: Tensor, run: Pass) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         J, k, v = self.value_heads // self.key_heads, self.key_width, self.value_width

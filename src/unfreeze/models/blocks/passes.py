@@ -25,7 +25,7 @@ from unfreeze.core.batch import send
 from unfreeze.kernels.attention import CAUSAL, DocumentLayout, Mask
 from unfreeze.kernels.packed_attention import packed_attention
 from unfreeze.kernels.recompute import Reuse
-from unfreeze.kernels.recurrence import Rule, Segments, packed_recurrence, recurrence_step
+from unfreeze.kernels.recurrence import Rule, Segments, final_states, packed_recurrence, recurrence_step
 from unfreeze.kernels.short_conv import conv_step, packed_conv, tail_of
 from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
 from unfreeze.models.blocks.cache import Cache
@@ -135,9 +135,8 @@ class PackedPass:
         rule: Rule,
     ) -> Tensor:
         """Recurrence within each document (kernels/recurrence); `name` is that of its state."""
-        return packed_recurrence(
-            q_TGk, k_TGk, v_THv, g_TH, beta_TH, self.segments, rule, self.reuse_expensive
-        )[0]
+        reuse = self.reuse_expensive
+        return packed_recurrence(q_TGk, k_TGk, v_THv, g_TH, beta_TH, self.segments, rule, reuse)
 
     def chose(self, layer: int, ids_TK: Tensor) -> None:
         """Notice the experts that an MoE layer chose; generation may want them."""
@@ -215,7 +214,7 @@ class PrefillPass(PackedPass):
         beta_TH: Tensor | None,
         rule: Rule,
     ) -> Tensor:
-        o_THv, state_SHkv = packed_recurrence(q_TGk, k_TGk, v_THv, g_TH, beta_TH, self.segments, rule)
+        o_THv, state_SHkv = final_states(q_TGk, k_TGk, v_THv, g_TH, beta_TH, self.segments, rule)
         self.cache.write_state(name, self.rows_S, state_SHkv)
         return o_THv
 
