@@ -5,6 +5,7 @@ import re
 import warnings
 from itertools import chain
 
+import cases_mamba
 import cases_moe
 import peft
 import pytest
@@ -186,7 +187,7 @@ def test_peft_over_transformers_gives_our_logits(name, released, tmp_path):
     assert torch.equal(again.logits(again.hidden(batch_of(DOCUMENTS))), ours)
 
 
-@pytest.mark.parametrize("name", [kind for kind in KINDS if kind in cases_moe.CASES])
+@pytest.mark.parametrize("name", [kind for kind in KINDS if kind in cases_moe.CASES | cases_mamba.CASES])
 def test_the_per_expert_layout_names_experts_as_the_files_do_or_is_refused(name, released, tmp_path):
     folder = released(name)[1]
     model, manifest = opened(folder)

@@ -68,7 +68,21 @@ class Of:
         return isinstance(value, self.type)
 
 
-Kind = Whole | Number | Of
+@dataclass(frozen=True)
+class Or:
+    """A kind of value, or one word."""
+
+    kind: Whole
+    word: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}, or {self.word!r}"
+
+    def __call__(self, value: object) -> bool:
+        return value == self.word or self.kind(value)
+
+
+Kind = Whole | Number | Of | Or
 FLAG, TEXT, TABLE, LAYERS, PER_LAYER = (
     Of(bool, "true or false"),
     Of(str, "a text"),
@@ -122,6 +136,7 @@ FIELDS: dict[str, Kind] = {
     "moe_norm_min": Number(0, closed=True),
     "initializer_range": Number(0, closed=True),
     **dict.fromkeys(("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_conv"), Whole(1, COUNT)),
+    "mamba_d_head": Or(Whole(1, COUNT), "auto"),
     **dict.fromkeys(("mamba_expand", "shared_intermediate_size"), Whole(1, WIDTH)),
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
     **dict.fromkeys(

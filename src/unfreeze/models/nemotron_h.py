@@ -1,6 +1,7 @@
 """Nemotron-H and Nemotron 3: a layer is Mamba-2, attention without rotation, an MLP or experts.
 
-Experts and MLPs have no gate: down(max(up x, 0)²). Nemotron 3 Super's and Ultra's experts see a narrower width.
+Experts and MLPs have no gate: down(max(up x, 0)²). The experts of Nemotron 3 Super and Ultra see a narrower
+width.
 Source: arXiv:2504.03624; NVIDIA's code of the releases for time_step_limit (transformers 5.23 clamps dt at
 time_step_min instead, huggingface/transformers#48989).
 """

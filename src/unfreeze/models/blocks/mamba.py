@@ -120,7 +120,7 @@ class Mamba2(Block):
             own=(C + 2 * z) * size + 8 * C,
             expensive=z * size,
             linear=product * size,
-            scratch=workspace_bytes(G, H, k, v),
+            scratch=workspace_bytes(G, H, k, v, device),
         )
 
 

@@ -199,8 +199,8 @@ class NormedMoE(MoE):
 class LatentMoE(MoE):
     """y = fc2(experts(fc1 x, ids, weights)) + shared_experts(x): experts of a narrower width (Nemotron 3).
 
-    The router sees x itself. fc2's gradients read the experts' output, so a recomputed layer computes it again. Source: the model card
-    of Nemotron 3 Super.
+    The router sees x itself. fc2's gradients read the experts' output, so a recomputed layer computes it
+    again. Source: the model card of Nemotron 3 Super.
     """
 
     def __init__(

@@ -66,6 +66,8 @@ class Sharded:
                 f" {'packed' if packed else 'frozen'}: only trained weights can be sharded",
                 next="--place.weights device, or --train adapters (sft, prefer, distill)",
             )
+        wide = [name for name, module in model.named_modules() if getattr(module, "float32", False)]
+        self._wide = {f"{name}.{own}" for name in wide for own in parameters_of(model.get_submodule(name))}
         self._rows = {name: chunk(len(p), group.rank, group.size) for name, p in model.named_parameters()}
         for parameter in model.parameters():
             parameter.data = parameter.data.float()
@@ -79,11 +81,16 @@ class Sharded:
 
     def held(self, name: str) -> HeldPart:
         """Return what this process holds of the named parameter."""
-        return HeldPart(self._rows[name], ALONE, 1, half=self.dtype.itemsize < 4)
+        return HeldPart(self._rows[name], ALONE, 1, half=self._rounded(name))
 
     def put(self, name: str, whole: Tensor) -> None:
         """Copy this process's shard of a full weight, rounded to the compute dtype as on one process."""
-        self.local[name].copy_(whole[self._rows[name].slice].to(self.dtype))
+        part = whole[self._rows[name].slice]
+        self.local[name].copy_(part.to(self.dtype) if self._rounded(name) else part)
+
+    def _rounded(self, name: str) -> bool:
+        """True if the computation rounds this weight: all but decays, if it is in half precision."""
+        return self.dtype.itemsize < 4 and name not in self._wide
 
     def zero_buffers(self, device: torch.device | str) -> None:
         """Replace buffers on "meta" by zeros, for a model with randomly initialised weights."""
@@ -95,7 +102,9 @@ class Sharded:
     def round_(self) -> int:
         """Round the loaded weights to the compute dtype, as on one process. Return how many changed."""
         changed = 0
-        for tensor in self.local.values() if self.dtype.itemsize < 4 else ():
+        for name, tensor in self.local.items():
+            if not self._rounded(name):
+                continue
             rounded = tensor.to(self.dtype).float()
             changed += not torch.equal(rounded, tensor)
             tensor.copy_(rounded)
