@@ -71,7 +71,6 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
     "mamba_n_heads": 8,
     "mamba_d_state": 12,
-    "shared_intermediate_size": 40,
     "ssm_state_size": 12,
     "mamba_num_heads": 8,
     "mamba_head_dim": 10,

@@ -137,7 +137,8 @@ FIELDS: dict[str, Kind] = {
     "initializer_range": Number(0, closed=True),
     **dict.fromkeys(("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_conv"), Whole(1, COUNT)),
     "mamba_d_head": Or(Whole(1, COUNT), "auto"),
-    **dict.fromkeys(("mamba_expand", "shared_intermediate_size"), Whole(1, WIDTH)),
+    "mamba_expand": Whole(1, WIDTH),
+    "shared_intermediate_size": Whole(0, WIDTH),  # MiniMax-M2's is 0
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
     **dict.fromkeys(
         ("ssm_state_size", "mamba_num_heads", "mamba_head_dim", "n_groups", "conv_kernel"), Whole(1, COUNT)
