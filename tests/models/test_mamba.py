@@ -6,13 +6,17 @@ import pytest
 import torch
 import transformers
 from cases_mamba import CONFIGS, NEMOTRON
-from family_cases import difference, oracle
+from family_cases import DOCUMENTS, batch_of, difference, oracle
+from safetensors.torch import load_file, save_file
 from test_family_files import opened
 
 from unfreeze import models
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models.blocks.mamba import GroupedNorm, Step
 from unfreeze.models.mamba import NO_LIMITS
+from unfreeze.quant import nvfp4
+from unfreeze.quant.codec import Packed
+from unfreeze.quant.nvfp4 import Nvfp4
 
 
 def changed(kind, **attributes):
@@ -98,3 +102,35 @@ def test_layers_of_another_kind_than_the_files_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"backbone\.layers\.0\.mixer"):
         opened(tmp_path)
+
+
+def test_a_release_in_nvfp4_is_read_as_transformers_reads_its_expanded_weights(tmp_path):
+    """The names and the list of modules left out are those of Nemotron 3 Nano's release."""
+    codec, whole, packed, expanded = Nvfp4(nvfp4.MODELOPT), tmp_path / "whole", {}, {}
+    oracle("nemotron-h").save_pretrained(whole)
+    left_out = ["lm_head", "backbone.layers.2.mixer.o_proj", "backbone.layers.0.mixer.conv1d"]
+    for name, tensor in load_file(whole / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        packed[name] = expanded[name] = tensor
+        if module.endswith("_proj") and module not in left_out:
+            parts = codec.quantize(tensor)
+            expanded[name] = Packed(codec, parts).dequantize().float()
+            del packed[name]
+            packed |= {f"{module}.{suffix}": part for suffix, part in parts.items()}
+    config = json.loads((whole / "config.json").read_text())
+    save_file(expanded, whole / "model.safetensors", {"format": "pt"})
+    quantized = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": left_out}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+    save_file(packed, tmp_path / "model.safetensors", {"format": "pt"})
+
+    model, _ = opened(tmp_path)
+    held = {name for name, module in model.named_modules() if getattr(module, "codec", None) is not None}
+    assert "model.layers.1.mixer.experts.up_proj" in held and "model.layers.0.mixer.in_proj" in held
+    assert "model.layers.2.mixer.o_proj" not in held and len(held) == 11
+    reference = transformers.NemotronHForCausalLM.from_pretrained(whole, attn_implementation="eager")
+    for layer in reference.model.layers:
+        layer.mixer.time_step_limit = NO_LIMITS
+    with torch.no_grad():
+        expected = torch.cat([reference(torch.tensor([ids])).logits[0] for ids in DOCUMENTS])
+    actual = model.logits(model.hidden(batch_of(DOCUMENTS))).detach()
+    assert (actual - expected).abs().max() <= 1e-4
