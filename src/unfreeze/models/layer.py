@@ -22,6 +22,8 @@ class Layer(Block):
     name: that of the attention in checkpoints; "linear_attn" for one with a recurrent state.
     """
 
+    _name = "self_attn"
+
     def __init__(
         self,
         *,
