@@ -71,6 +71,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
     "mamba_n_heads": 8,
     "mamba_d_state": 12,
+    "full_attention_interval": 2,
     "ssm_state_size": 12,
     "mamba_num_heads": 8,
     "mamba_head_dim": 10,
@@ -212,6 +213,8 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
         for name, value in text.items()
         if isinstance(value, list) and len(value) == text.get("num_hidden_layers")
     }
+    if "linear_attention" in (small.get("layer_types") or ()):  # transformers' cache needs attention somewhere
+        small["layer_types"] = [*small["layer_types"][:-1], "full_attention"]
     for name in ("hybrid_override_pattern", "layers_block_type"):  # Nemotron-H: a layer of each kind
         if text.get(name):
             kinds = list(dict.fromkeys(text[name]))
