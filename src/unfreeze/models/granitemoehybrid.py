@@ -71,7 +71,7 @@ def renamed(shape: Shape) -> tuple[tuple[str, str], ...]:
 
 
 def sizes(config: Mapping[str, Any]) -> mamba.Sizes:
-    """Those of its Mamba-2 layers."""
+    """Sizes of its Mamba-2 layers."""
     channels, heads = config["mamba_expand"] * require(config, "hidden_size"), config["mamba_n_heads"]
     width = config["mamba_d_head"]
     return mamba.Sizes(

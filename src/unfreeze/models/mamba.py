@@ -79,7 +79,7 @@ def renamed_kinds(config: Mapping[str, Any]) -> Mapping[str, Any]:
     kinds = config.get("layer_types")
     if kinds is None:
         return config
-    return {**config, "layer_types": [OLD_KINDS.get(kind, kind) for kind in kinds]}
+    return {**config, "layer_types": [OLD_KINDS.get(str(kind), kind) for kind in kinds]}
 
 
 def decay_rules(disk: str, ours: str) -> tuple[StackRule, ...]:

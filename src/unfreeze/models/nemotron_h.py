@@ -133,7 +133,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
 
 def sizes(config: Mapping[str, Any]) -> mamba.Sizes:
-    """Those of its Mamba-2 layers."""
+    """Sizes of its Mamba-2 layers."""
     heads, width = config["mamba_num_heads"], config["mamba_head_dim"]
     return mamba.Sizes(
         groups=("n_groups", config["n_groups"]),
