@@ -193,7 +193,7 @@ def repair(model: torch.nn.Module) -> None:
     """Nemotron-H of transformers 5.23 clamps dt at time_step_min, not at its time_step_limit (its #48989)."""
     for mixer in model.modules():
         if type(mixer).__name__ == "NemotronHMamba2Mixer":
-            mixer.time_step_limit = tuple(mixer.config.time_step_limit)
+            mixer.time_step_limit = tuple(min(limit, 3e38) for limit in mixer.config.time_step_limit)
 
 
 def tiny(config: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +213,9 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
         for name, value in text.items()
         if isinstance(value, list) and len(value) == text.get("num_hidden_layers")
     }
-    if "linear_attention" in (small.get("layer_types") or ()):  # transformers' cache needs attention somewhere
+    if "linear_attention" in (
+        small.get("layer_types") or ()
+    ):  # transformers' cache needs attention somewhere
         small["layer_types"] = [*small["layer_types"][:-1], "full_attention"]
     for name in ("hybrid_override_pattern", "layers_block_type"):  # Nemotron-H: a layer of each kind
         if text.get(name):

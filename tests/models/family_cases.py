@@ -38,7 +38,7 @@ def randomized(model_class, config):
     model = model_class(config).float().eval()
     for mixer in model.modules():  # huggingface/transformers#48989: it clamps dt at time_step_min instead
         if type(mixer).__name__ == "NemotronHMamba2Mixer":
-            mixer.time_step_limit = tuple(config.time_step_limit)
+            mixer.time_step_limit = tuple(min(limit, 3e38) for limit in config.time_step_limit)
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in key or key.endswith(("router.scale", "per_expert_scale", "layer_scalar")):

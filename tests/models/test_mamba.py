@@ -12,8 +12,8 @@ from test_family_files import opened
 
 from unfreeze import models
 from unfreeze.core.errors import CheckpointError
+from unfreeze.models import mamba
 from unfreeze.models.blocks.mamba import GroupedNorm, Step
-from unfreeze.models.mamba import NO_LIMITS
 from unfreeze.quant import nvfp4
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.nvfp4 import Nvfp4
@@ -37,7 +37,7 @@ def without_skip(model):
 
 
 BUGS = {
-    "dt without its limits": changed(Step, limits=NO_LIMITS),
+    "dt without its limits": changed(Step, limits=mamba.NO_LIMITS),
     "one group of the norm": changed(GroupedNorm, groups=1),
     "no skip": without_skip,
 }
@@ -65,6 +65,12 @@ def test_letters_and_names_of_layers_are_the_same():
     kinds = models.shape(config).layer_types
     assert kinds == models.shape(listed).layer_types
     assert kinds[:4] == ("linear_attention", "moe", "full_attention", "mlp") and len(kinds) == 8
+
+
+def test_limits_as_they_are_published():
+    infinite = {"__float__": "Infinity"}  # as transformers writes it
+    for declared in ([0.0, 1e308], [0.0, float("inf")], [0, infinite]):
+        assert mamba.limits({"time_step_limit": declared}) == mamba.NO_LIMITS
 
 
 REFUSED = [
@@ -129,7 +135,7 @@ def test_a_release_in_nvfp4_is_read_as_transformers_reads_its_expanded_weights(t
     assert "model.layers.2.mixer.o_proj" not in held and len(held) == 11
     reference = transformers.NemotronHForCausalLM.from_pretrained(whole, attn_implementation="eager")
     for layer in reference.model.layers:
-        layer.mixer.time_step_limit = NO_LIMITS
+        layer.mixer.time_step_limit = mamba.NO_LIMITS
     with torch.no_grad():
         expected = torch.cat([reference(torch.tensor([ids])).logits[0] for ids in DOCUMENTS])
     actual = model.logits(model.hidden(batch_of(DOCUMENTS))).detach()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from unfreeze.models.blocks.mamba import Mamba2
     from unfreeze.models.factory import Factory
 
+FLOAT32_MAX = 3.4e38
 NO_LIMITS = (0.0, float("inf"))
 OLD_KINDS = {"mamba": LINEAR, "attention": FULL}
 """Kinds of layers as first releases spell them."""
@@ -71,7 +72,7 @@ def limits(config: Mapping[str, Any]) -> tuple[float, float]:
             f"config.json: time_step_limit is {shown(declared)}; it must be two numbers, the lower first",
             next=NEXT,
         )
-    return low, high
+    return low, high if high <= FLOAT32_MAX else float("inf")  # Nemotron 3 Ultra has 1e308
 
 
 def renamed_kinds(config: Mapping[str, Any]) -> Mapping[str, Any]:
