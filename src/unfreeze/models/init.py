@@ -28,9 +28,11 @@ def initialize(model: Decoder, seed: int, put: Callable[[str, Tensor], None] | N
     with torch.no_grad():
         for norm in norms:
             norm.reset()
-        for decay in (module for module in model.modules() if isinstance(module, Decay)):
-            decay.reset(generator)
-            done |= {id(parameter) for parameter in decay.parameters()}
+        for name, decay in model.named_modules():
+            for own, drawn in decay.drawn(generator).items() if isinstance(decay, Decay) else ():
+                parameter = decay.get_parameter(own)
+                done.add(id(parameter))
+                parameter.copy_(drawn) if put is None else put(f"{name}.{own}", drawn)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 nn.init.ones_(buffer)

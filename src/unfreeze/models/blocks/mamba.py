@@ -38,9 +38,8 @@ class Step(Decay):
         wide_TH = a_TH.to(torch.promote_types(a_TH.dtype, torch.float32))
         return F.softplus(wide_TH + dt_bias_H).clamp(*self.limits)
 
-    def reset(self, generator: torch.Generator) -> None:
-        super().reset(generator)
-        self.D.fill_(1.0)
+    def drawn(self, generator: torch.Generator) -> dict[str, Tensor]:
+        return {**super().drawn(generator), "D": torch.ones(self.D.shape)}
 
 
 class GroupedNorm(RMSNorm):

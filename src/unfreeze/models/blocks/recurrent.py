@@ -65,12 +65,15 @@ class Decay(nn.Module):
         """g [T, H] for a [T, H]; [T, H, k] for a [T, H k]."""
         return recomputed(_log_decay, a_TH, self.A_log, self.dt_bias)
 
-    def reset(self, generator: torch.Generator) -> None:
-        """A uniform in 1 to 16, a step softplus(dt_bias) log-uniform in .001 to .1 (Mamba-2)."""
+    def drawn(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Initial values of its parameters by name, as Mamba-2's.
+
+        A = exp(A_log) uniform in 1 to 16, the step softplus(dt_bias) log-uniform in .001 to .1.
+        """
         draw = torch.rand(self.dt_bias.shape, generator=generator)
         step = torch.exp(draw * (torch.tensor(0.1).log() - torch.tensor(1e-3).log())) * 1e-3
-        self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
-        self.A_log.copy_((1 + 15 * torch.rand(self.A_log.shape, generator=generator)).log())
+        A_log = (1 + 15 * torch.rand(self.A_log.shape, generator=generator)).log()
+        return {"A_log": A_log, "dt_bias": step + torch.log(-torch.expm1(-step))}
 
 
 def _log_decay(a_TH: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
