@@ -14,6 +14,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, nearest
 
 BENCHMARKS = {
+    "hybrid": "LoRA on a hybrid with a recurrent state and INT4 experts, beside transformers + peft",
     "moe": "LoRA on every expert of an INT4 checkpoint, beside transformers + peft",
     "formats": "training steps with experts in FP8 and MXFP4, beside INT4's",
     "dense": "full fine-tuning of the Qwen2-0.5B shape in bf16, beside transformers",

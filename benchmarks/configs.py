@@ -68,6 +68,9 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "rotary_dim": 8,
     "first_k_dense_replace": 1,
+    "index_topk": 6,
+    "index_n_heads": 16,  # with few heads many scores are 0, and the best are not one choice
+    "index_head_dim": 16,
     "initializer_range": 0.2,
     "mamba_n_heads": 8,
     "mamba_d_state": 12,
@@ -78,6 +81,7 @@ SIZES: dict[str, Any] = {
     "moe_latent_size": 32,
     "moe_shared_expert_intermediate_size": 40,
 }
+FIRST_AND_LAST = ("mlp_layer_types", "indexer_types")
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OTHER: dict[str, Any] = {
     "torch_dtype": "float32",
@@ -208,6 +212,9 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
         small["head_dim"] = SIZES["qk_rope_head_dim"]
     if text.get("qk_head_dim"):
         small["qk_head_dim"] = SIZES["qk_nope_head_dim"] + SIZES["qk_rope_head_dim"]
+    if text.get("attention_value_scale"):  # MiMo-V2: a third of a head rotates, in pairs
+        small |= {"head_dim": 24, "swa_head_dim": 24, "v_head_dim": 16, "swa_v_head_dim": 16}
+        small |= {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2 * small["num_key_value_heads"]}
     small |= {  # layer_types and its like, an entry per layer
         name: value[: SIZES["num_hidden_layers"]]
         for name, value in text.items()
@@ -224,6 +231,12 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
             small["num_hidden_layers"] = len(kinds)
     if text.get("mamba_d_head"):
         small["mamba_d_head"] = text.get("mamba_expand", 2) * SIZES["hidden_size"] // SIZES["mamba_n_heads"]
+    # releases begin with several layers of the first kind: three layers would have no other
+    small |= {
+        name: [*small[name][:1], text[name][-1], *small[name][:1]]
+        for name in FIRST_AND_LAST
+        if text.get(name)
+    }
     if (text.get("n_group") or 1) > 1:
         small |= {"n_group": 4, "topk_group": 2}
     small |= {name: index + 1 for index, name in enumerate(IDS) if text.get(name) is not None}

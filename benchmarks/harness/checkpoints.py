@@ -31,6 +31,11 @@ def quantized(codec: Codec, shape: torch.Size, generator: torch.Generator) -> di
     return codec.quantize(torch.randn(shape, generator=generator) / math.sqrt(shape[-1]))
 
 
+def expanded(codec: Codec, shape: torch.Size, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """What `quantized` packs, expanded to bf16: the same numbers for a reader without the format."""
+    return {"weight": codec.dequantize(quantized(codec, shape, generator)).bfloat16()}
+
+
 def make(folder: Path, config: dict[str, Any], packed: Packed = quantized) -> None:
     """Write random bf16 weights with a trained model's spread; routed experts in the format that
     quantization_config names, Kimi's INT4 where there is none."""

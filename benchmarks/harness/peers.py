@@ -27,9 +27,11 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.parallel.machine import resident_bytes
 
 ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+HYBRID = tuple("q_proj k_proj v_proj o_proj out_proj in_proj_qkv in_proj_z in_proj_b in_proj_a".split())
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 PAD = 1
-Trained = Literal["experts", "attention", "all-linear"]
+Trained = Literal["experts", "attention", "all-linear", "hybrid"]
+"""hybrid: the projections of both kinds of layers, and the experts."""
 
 
 def library(name: str) -> Any:
@@ -84,10 +86,10 @@ def peft(
     routed experts through target_parameters. calls: step, state, check.
     """
     before, transformers = resident_bytes(), library("transformers")
-    targets: Any = "all-linear" if trained == "all-linear" else list(ATTENTION)
+    targets: Any = {"all-linear": "all-linear", "hybrid": list(HYBRID)}.get(trained, list(ATTENTION))
 
     def model_of(folder: str) -> Any:
-        if trained == "all-linear":
+        if trained in ("all-linear", "hybrid"):
             base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(
                 device
             )
@@ -99,7 +101,7 @@ def peft(
             lora_alpha=2 * rank,
             lora_dropout=0.0,
             target_modules=targets,
-            target_parameters=list(EXPERTS) if trained == "experts" else None,
+            target_parameters=list(EXPERTS) if trained in ("experts", "hybrid") else None,
         )
         return library("peft").get_peft_model(base, config)
 

@@ -222,6 +222,49 @@ def kimi(**sizes: int) -> Config:
     }
 
 
+HYBRID_SIZES: dict[str, int] = {  # as Qwen3.5-35B-A3B at half its widths: 8 layers, 6 with a state
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "vocab_size": 8192,
+}
+HYBRID_CHECKED = {"num_hidden_layers": 4, "num_experts": 16}
+HYBRID_BUT_EXPERTS = ["lm_head", "re:.*attn.*", "re:.*shared_expert.*", r"re:.*mlp\.gate$"]
+
+
+def hybrid(**sizes: int) -> Config:
+    """config.json of a Qwen3.5-MoE language model with routed experts in Kimi's INT4."""
+    int4 = read_json(TINY_K2 / "config.json")["quantization_config"]
+    return {
+        **HYBRID_SIZES,
+        **sizes,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "quantization_config": int4 | {"ignore": HYBRID_BUT_EXPERTS},
+    }
+
+
 def qwen(kind: str, sizes: Mapping[str, int], tied: bool = True) -> Config:
     """config.json of model_type qwen2, qwen3 or qwen3_moe."""
     config: Config = {

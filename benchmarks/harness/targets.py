@@ -219,6 +219,12 @@ CPU = {
     "all experts trained, tokens/s against transformers + peft without experts": least(
         "moe", field("peft-attention", "first_side_speed"), 2.5, TIMES
     ),
+    "hybrid with a recurrent state, INT4 experts, tokens/s against transformers + peft": least(
+        "hybrid", field("peft", "first_side_speed"), 2.0, TIMES
+    ),
+    "hybrid with a recurrent state, INT4 experts, peak memory against transformers + peft": most(
+        "hybrid", field("peft", "first_side_memory"), 0.35
+    ),
     (
         "share of the machine's own GEMM rate, in the run's number format, at the expert"
         " shapes, whole step (model FLOPs, nothing recomputed counted)"

@@ -54,7 +54,9 @@ HERE = """llama-3-rope-biases qwen2-untied-yarn qwen3 mistral-window ministral-m
     ministral3-grows-and-slides qwen3-vl gemma2-window gemma3-linear-softcap olmo3-yarn
     gemma4-values-are-keys qwen3-moe-mixed deepseek-v3-groups-yarn glm4-moe-norms-groups-yarn qwen2-moe
     mixtral-window deepseek-v2-groups-yarn ernie4-5-moe-interval gpt-oss-window-all-full minimax-m2
-    granitemoe-biases-tied llama4-text mistral4 qwen3-vl-moe-mixed-tied gemma4-experts
+    granitemoe-biases-tied llama4-text mistral4 mimo-v2-flash
+    deepseek-v32 glm-moe-dsa-shared
+    qwen3-vl-moe-mixed-tied gemma4-experts
     granite4 granite4-dense-rotated-limits-tied nemotron-h nemotron-h-latent-groups-limits""".split()
 """One case of every family in each run of the suite; the others of tests/models nightly."""
 
@@ -64,6 +66,9 @@ WIDE = {
     "gpt-oss-window-all-full": {"sliding_window": 100},
     "llama4-text": {"attention_chunk_size": 100},
     "phi3-longrope-tied": {"original_max_position_embeddings": 100},
+    "mimo-v2-flash": {"sliding_window": 100},
+    "deepseek-v32": {"index_topk": 100},
+    "glm-moe-dsa-shared": {"index_topk": 100},
 }
 """Borders in the middle of 256 tokens. In CASES they are at 3 to 8."""
 

@@ -31,6 +31,7 @@ CASES = {
     "fused projections": ("phi3", ("qkv_proj", "gate_up_proj")),
     "values that are keys": ("gemma4-values-are-keys", ("all-linear",)),
     "latent attention and experts": ("deepseek-v3-groups-yarn", ("all-linear",)),
+    "an indexer too, which alone only chooses": ("deepseek-v32", ("all-linear", "indexer")),
     "kv_b_proj alone": ("deepseek-v2", ("kv_b_proj",)),
     "experts, gate and up alone": ("qwen3-moe", ("*.experts.gate_up_proj",)),
     "experts, down alone": ("mixtral", ("*.experts.down_proj",)),

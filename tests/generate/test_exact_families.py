@@ -17,6 +17,7 @@ from exact import (
     HERE,
     RECENT,
     SEEN,
+    STEPS,
     WIDE,
     Row,
     apart,
@@ -33,6 +34,7 @@ from family_cases import CASES
 from unfreeze import models
 from unfreeze.generate.steps import launched
 from unfreeze.models.blocks.cache import Cache
+from unfreeze.models.blocks.sparse import SparseMLA
 
 # one row goes its own greedy way for 256 steps; beside it random tokens, gone after 192 and 128
 ROWS = rows_of((5, 256), (1, 192), (9, 128), greedy=1)
@@ -89,6 +91,21 @@ def test_greedy_tokens_are_those_of_transformers_cached_generate(name, steps):
     assert walk.tokens[: 5 + 32] == theirs[0].tolist()
 
 
+@each_maker
+@pytest.mark.parametrize("name", ["deepseek-v32", "glm-moe-dsa-shared"])
+def test_a_cache_of_no_more_positions_than_chosen_keys_is_attended_in_full(name, steps, monkeypatch):
+    """It is recorded as latent attention is; one position more, and the attention is called."""
+    called, forward = [], SparseMLA.forward
+    monkeypatch.setattr(SparseMLA, "forward", lambda *arguments: called.append(1) or forward(*arguments))
+    for keys, passes in ((44, 1), (43, 1 + 40)):
+        _, model = family(name, index_topk=keys)
+        called.clear()
+        walks = walked(model, steps, [Row([5, 17, 3, 2], 40)])
+        if steps is STEPS["recorded"]:
+            assert len(called) == len(model.layers) * passes
+        assert_exact(walks, uncached(model, walks))
+
+
 # ---- control arms: what the comparison sees, whoever makes the steps
 
 FEW = rows_of((1, 40), (4, 30), (7, 20))
@@ -108,6 +125,8 @@ def seen(planted, steps, model):
         ("gemma3-window", "sliding_window"),
         ("gpt-oss-window-all-full", "sliding_window"),
         ("llama4-text", "attention_chunk_size"),
+        ("mimo-v2-flash", "sliding_window"),
+        ("deepseek-v32", "index_topk"),
     ],
 )
 def test_control_a_mask_one_too_wide_is_seen(name, field, steps):

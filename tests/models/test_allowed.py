@@ -9,7 +9,7 @@ import transformers
 
 from unfreeze import models
 from unfreeze.core.errors import CheckpointError
-from unfreeze.models import allowed, deepseek_v3, llama
+from unfreeze.models import allowed, deepseek_v3, glm_moe_dsa, llama
 from unfreeze.models.blocks.rope import rope_parameters
 
 LLAMA = {
@@ -142,6 +142,89 @@ def test_what_changes_the_numbers_is_refused_by_name(base, field, value, said):
 )
 def test_deepseeks_own(field, value, said):
     assert said in refused({**DEEPSEEK, field: value})
+
+
+SPARSE = DEEPSEEK | {"model_type": "glm_moe_dsa", "q_lora_rank": 40, "index_head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    "field, value, said",
+    [
+        ("q_lora_rank", None, "no 'q_lora_rank'"),
+        ("index_head_dim", 4, "index_head_dim 4 is less than qk_rope_head_dim 8"),
+        ("index_topk", 0, "index_topk is 0; it must be a whole number"),
+        ("indexer_types", ["full", "shared"], "indexer_types has 2 entries, num_hidden_layers is 3"),
+        ("indexer_types", ["full", "none", "full"], "indexer_types holds 'none'; built: full, shared"),
+        ("indexer_types", ["shared", "full", "full"], "indexer_types begins with a shared layer"),
+        ("index_topk_pattern", "FSX", "index_topk_pattern holds 'X'"),
+        ("layer_types", ["full_attention"] * 3, "layer_types ['full_attention', "),
+        ("indexer_rope_interleave", False, "indexer_rope_interleave false"),
+        ("rope_interleave", False, "rope_interleave false"),
+        ("num_experts", 8, "num_experts 8"),
+        ("mlp_layer_types", ["dense"] * 2, "mlp_layer_types has 2 entries"),
+        ("attention_value_scale", 0.5, "values of another width and scale than keys (attention_value_scale)"),
+    ],
+)
+def test_sparse_attentions_own(field, value, said):
+    models.shape(SPARSE)
+    assert said in refused({**SPARSE, field: value})
+
+
+def test_the_choices_that_layers_share_in_each_spelling():
+    """GLM-5.2's three spellings, and one for each layer where nothing is said."""
+    kinds = glm_moe_dsa.indexer_types
+    six = {"num_hidden_layers": 6}
+    theirs = transformers.GlmMoeDsaConfig
+    for fields in (
+        {},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 3},
+        {"index_topk_freq": 4},
+        {"index_topk_pattern": "FFSFSS"},
+        {"index_topk_pattern": ["full", "shared", "full", "full", "shared", "shared"]},
+        {"indexer_types": ["full", "shared"] * 3, "index_topk_freq": 3},
+    ):
+        assert kinds(six | fields) == theirs(**six, **fields).indexer_types
+
+
+def test_mimos_own_words_must_say_what_transformers_reads():
+    """The release's config.json, which transformers reads by its own fields and defaults."""
+    release = LLAMA | {
+        "model_type": "mimo_v2_flash",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 6,
+        "sliding_window": 128,
+        "sliding_window_size": 128,
+        "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0],
+        "moe_layer_freq": [0, 1, 1, 1, 1, 1],
+        "rope_theta": 5000000,
+        "swa_rope_theta": 10000,
+        "partial_rotary_factor": 0.334,
+        "layernorm_epsilon": 1e-5,
+        "routed_scaling_factor": None,
+        "n_shared_experts": None,
+        "add_full_attention_sink_bias": False,
+        "add_swa_attention_sink_bias": True,
+        "swa_num_key_value_heads": 8,
+    }
+    shape = models.shape(release)
+    assert models.not_followed(release) == "" and shape.moe.dense_layers == {0}
+    assert shape.config["sliding_window"] == 129  # the query itself counts
+    for field, value in {
+        "hybrid_layer_pattern": [1, 1, 1, 1, 1, 0],
+        "moe_layer_freq": [1, 1, 1, 1, 1, 1],
+        "rope_theta": 640000,
+        "swa_rope_theta": 500,
+        "layernorm_epsilon": 1e-6,
+        "swa_num_key_value_heads": 4,
+        "n_shared_experts": 1,
+        "add_full_attention_sink_bias": True,
+    }.items():
+        assert f"{field} " in refused({**release, field: value})
+    assert "2 x num_key_value_heads" in refused(
+        {**release, "num_key_value_heads": 8, "swa_num_key_value_heads": 16}
+    )
+    assert "mlp_layer_types holds 'x'" in refused({**release, "mlp_layer_types": ["x"] * 6})
+    assert "mlp_layer_types has 1 entries" in refused({**release, "mlp_layer_types": ["dense"]})
 
 
 def test_absent_and_null_are_told_apart_where_null_says_something():

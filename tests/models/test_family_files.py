@@ -156,7 +156,7 @@ def test_every_group_learns_and_the_receipt_says_so(name, released):
         module
         for module, part in model.named_modules()
         if isinstance(part, models.targets.Linear)
-        and models.targets.group_of(module) not in ("lm_head", "router")
+        and models.targets.group_of(module) not in ("lm_head", "router", "indexer")
     }
     assert {site.name for site in sites(model) if site.group != "experts"} == linear
 
@@ -231,11 +231,10 @@ def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, re
         said, shape = counted.held * T, counted.attention
         del y_TD
         mixer = layer.attention
-        if recurrent := mixer.state_bytes(
-            torch.float32
-        ):  # also a state per segment, which the plan leaves out
+        if recurrent := mixer.state_bytes(torch.float32):
+            # also a state per segment, which the plan leaves out
             state = recurrent - mixer.conv1d.state_bytes(torch.float32)
-            said += sum(segment.counts[0] for segment in run.segments.each[1:]) * state
+            said += sum(segment.documents for segment in run.segments.each[1:]) * state
         elif shape is not None and shape.window is None and not shape.by_blocks:
             # torch's own attention repeats keys and values
             said += 4 * T * (shape.heads - shape.key_heads) * (shape.width + shape.value_width)

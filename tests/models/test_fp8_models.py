@@ -39,11 +39,35 @@ MLA = {
 """Whole blocks: transformers takes the grid of scales for the size of a block, so 192 rows in 2 blocks are 96 each
 to it, and 128 and 64 to whoever wrote the file."""
 GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+MIMO = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "v_head_dim": 32,
+    "sliding_window": 9,
+    "n_routed_experts": 4,
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+        for kind in ("full_attention", "sliding_attention")
+    },
+}
+INDEX = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 128}
+QUANTIZED = ("_proj.weight", "_with_mqa.weight", ".wq_b.weight", ".wk.weight")
+DENSE = {
+    "MiMoV2Flash": "self_attn.o_proj",
+    "DeepseekV32": "indexer.weights_proj",
+    "GlmMoeDsa": "indexer.weights_proj",
+}
+"""Linear layers that a release leaves in bf16."""
 CASES = {
     "Llama": COMMON,
     "Qwen3": COMMON | {"head_dim": 32},
     "Qwen3Moe": COMMON | MOE | {"head_dim": 32, "num_experts": 4},
     "DeepseekV3": COMMON | MOE | MLA | GROUPS | {"num_key_value_heads": 4},
+    "DeepseekV32": COMMON | MOE | MLA | GROUPS | INDEX | {"num_key_value_heads": 4},
+    "GlmMoeDsa": COMMON | MOE | MLA | GROUPS | INDEX | {"num_key_value_heads": 4, "num_hidden_layers": 3},
+    # o_proj stays bf16 in the release; 8 sliding heads of 32 are whole blocks
+    "MiMoV2Flash": COMMON | MOE | MIMO,
 }
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 
@@ -57,18 +81,23 @@ def release(request, tmp_path):
     model.save_pretrained(tmp_path / "dense")
     config = json.loads((tmp_path / "dense/config.json").read_text())
     tensors = {}
+    left = []
     with safe_open(tmp_path / "dense/model.safetensors", "pt") as dense:
         for name in dense.keys():  # noqa: SIM118 - not a dict
             tensor = dense.get_tensor(name)
             tensors[name] = tensor.bfloat16() if "norm" not in name else tensor
-            if name.endswith(("_proj.weight", "_with_mqa.weight")):
+            if name.endswith(DENSE.get(request.param, " ") + ".weight"):
+                left.append(name)
+            elif name.endswith(QUANTIZED):
                 parts = Fp8().quantize(tensor)
                 tensors |= {name: parts["weight"], f"{name}_scale_inv": parts["weight_scale_inv"]}
     folder = tmp_path / "fp8"
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
-    way = transformers.FineGrainedFP8Config(dequantize=True)
+    ignored = [name.removesuffix(".weight") for name in left]
+    quantization = FP8 | ({"ignored_layers": ignored} if left else {})
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    way = transformers.FineGrainedFP8Config(dequantize=True, modules_to_not_convert=ignored)
     return folder, build.from_pretrained(folder, dtype=torch.float32, quantization_config=way).float()
 
 
@@ -91,7 +120,9 @@ def test_logits_equal_transformers_reading_of_the_same_files(release):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
         half = open_model(open_checkpoint(folder), dtype=torch.bfloat16)
         found = half.lm_head(half.hidden(batch_of(ids))).float()
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0.03)
+        # bf16 rounds an indexer's scores too, and may choose other keys: not where a token sees all there are
+        sure = slice(ours.shape.config.get("index_topk"))
+        torch.testing.assert_close(found[sure], wanted[sure], rtol=0, atol=0.03)
     assert held and set(held) == {torch.float8_e4m3fn}
     assert inspect(str(folder))["format"] == "fp8-block"
 

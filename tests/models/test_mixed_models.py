@@ -19,7 +19,7 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.commands.inspect import inspect
 from unfreeze.core.errors import ConfigError
 from unfreeze.generate.open import open_model
-from unfreeze.models.publish import published
+from unfreeze.models.publish import carried, published
 from unfreeze.quant import Int4, nvfp4
 from unfreeze.quant.fp8_scaled import COLUMN, MATRIX, Fp8Scaled
 from unfreeze.quant.integers import Integers
@@ -69,6 +69,14 @@ def modelopt(algorithm: str, **more: object) -> dict[str, object]:
         "exclude_modules": ["lm_head", "*.mlp.gate"],
         **more,
     }
+
+
+@pytest.fixture
+def configs(pytestconfig):
+    folder = pytestconfig.rootpath.parent / "shared" / "data" / "configs"
+    if not folder.is_dir():
+        pytest.skip("the published configs are not here")
+    return folder
 
 
 def by_kind(attention, dense, experts):
@@ -168,6 +176,66 @@ def test_logits_equal_transformers_of_the_expanded_weights(release):
     parts = sum(info.nbytes for name, info in names.items() if scheme.part_of(name, names))
     extras = sum(info.nbytes for name, info in names.items() if name.endswith("weight_shape"))
     assert sum(packed.nbytes for packed in packed_of(ours).values()) == parts - extras
+
+
+GLM = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "qk_head_dim": 32,
+    "v_head_dim": 16,
+    "index_topk": 8,
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "vocab_size": 88,
+    "pad_token_id": None,
+    "eos_token_id": 1,
+}
+"""Sizes of the release's five first layers: three dense ones, the last two with shared choices."""
+
+
+def test_glm_5_2_is_read_as_nvidia_published_it(tmp_path, configs):
+    """Its quantization_config and every field but the sizes; experts in NVFP4, the head for more tokens untouched."""
+    published_config = json.loads((configs / "nvidia--GLM-5.2-NVFP4.json").read_text())
+    cut = {name: published_config[name][:5] for name in ("indexer_types", "mlp_layer_types")}
+    cut["layer_types"] = ["indexed_attention"] * 5  # transformers' own word for it
+    config = published_config | GLM | cut
+    table = config.pop("quantization_config")
+    torch.manual_seed(0)
+    oracle = transformers.GlmMoeDsaForCausalLM(transformers.GlmMoeDsaConfig.from_dict(config))
+    oracle.save_pretrained(tmp_path / "random")
+    packed, dense = {}, {}
+    for name, tensor in load_file(tmp_path / "random/model.safetensors").items():
+        packed[name] = dense[name] = tensor
+        if ".experts." in name:
+            parts = NVFP4.quantize(tensor)
+            del packed[name]
+            packed |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
+            dense[name] = NVFP4.dequantize(parts).float()
+    packed["model.layers.5.enorm.weight"] = torch.ones(64)
+    write(tmp_path / "packed", packed, config | {"quantization_config": table})
+    write(tmp_path / "dense", dense, config)
+    theirs = type(oracle).from_pretrained(
+        tmp_path / "dense", dtype=torch.float32, attn_implementation="eager"
+    )
+    ids = some_ids(40)
+    with torch.no_grad():
+        manifest = open_checkpoint(tmp_path / "packed")
+        ours = open_model(manifest)
+        found = ours.lm_head(ours.hidden(batch_of(ids)))
+        torch.testing.assert_close(found, theirs(ids[None]).logits[0], rtol=0, atol=1e-5)
+    assert len(packed_of(ours)) == 2 * 2 and inspect(str(tmp_path / "packed"))["format"] == "nvfp4"
+    assert [info.name for info in carried(ours, manifest)] == ["model.layers.5.enorm.weight"]
 
 
 def test_what_was_read_is_saved_as_it_was_but_for_scales_of_activations(release):

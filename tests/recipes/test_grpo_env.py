@@ -88,7 +88,7 @@ def grpo(my, tmp_path):
             "model": unfreeze.TINY_K2,
             "data": rows(6),
             "out": tmp_path / out,
-            "env": env if ":" in env else f"{my}:{env}",
+            "env": env if ":" in env or not env else f"{my}:{env}",
         }
         return unfreeze.grpo(**{**words, "reward": str(my), **WORDS, **fields})
 
@@ -132,6 +132,15 @@ def test_a_run_plays_and_resumes_to_the_bit(grpo, calling, tmp_path):
         grpo("parts", **fields, on_step=[stopping_at(2)])
     parts = grpo("parts", **fields)
     assert all(torch.equal(ours, adapter(parts)[name]) for name, ours in adapter(whole).items())
+
+
+def test_prompts_may_be_equal_where_a_column_makes_the_task(grpo):
+    """A world of one prompt can hold rows out; without a world such rows are one."""
+    data = [{"prompt": "Sum.", "goal": n} for n in range(12)]
+    run = grpo(data=data, steps=1, **{"validation_fraction": 0.3, "rollout.held_out_answers": 1})
+    assert all(0 < event["rows"] < 12 for event in of_kind(run, "eval"))
+    with pytest.raises(ConfigError, match=r"validation_fraction 0\.3 of 12 documents leaves none for"):
+        grpo("alone", env="", data=data, steps=1, **{"validation_fraction": 0.3})
 
 
 def test_the_window_holds_for_the_tools_too(grpo, calling):

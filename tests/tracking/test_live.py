@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from unfreeze.tracking.live import EncodeProgress, LiveProgress, LoadProgress
+from unfreeze.tracking.live import EncodeProgress, LiveProgress, LoadProgress, rollout_words
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -308,6 +308,15 @@ def test_the_receipt_has_a_title_and_a_verdict():
     }
     LiveProgress(0, stream=out)({"kind": "receipt", "step": 1, "groups": groups, "exceptions": [dead]})
     assert "receipt of step 1: no gradient: model.layers.1.self_attn.q_b_proj" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "faults, says",
+    [({}, []), ({"unreadable call": 1}, ["1 call failed"]), ({"a": 1, "b": 2}, ["3 calls failed"])],
+)
+def test_failed_calls_of_a_step_are_counted(faults, says):
+    event = {"kind": "rollout", "step": 1, "reward": 0.5, "groups": 4, "signal": 2, "faults": faults}
+    assert rollout_words(event) == ["reward 0.500", "2/4 groups differ", *says]
 
 
 def test_encoding_is_shown_once_it_takes_a_second_and_never_when_quiet():

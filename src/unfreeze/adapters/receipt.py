@@ -35,7 +35,7 @@ from unfreeze.core.rows import Rows
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import PackedHolder
-from unfreeze.models.groups import GROUPS, group_of
+from unfreeze.models.groups import GROUPS, INDEXER, group_of
 
 # AdamW's epsilon: a smaller gradient moves a weight by less than half the learning rate, which may round away
 TINY = 1e-8
@@ -164,8 +164,8 @@ def make_receipt(
     rounding       the output_change that rounding alone may cause: half a unit in the last place of the
                    largest logit, in the computation's dtype
     connected      False if the logits stay the same even with the adapter multiplied by 4,096. None if
-                   unknown: no probe, no matrix of the group reached, or fully trained weights whose first
-                   step changes no logit
+                   unknown: no probe, no matrix of the group reached, fully trained weights whose first step
+                   changes no logit, or the indexer, which only chooses keys
     """
     over = over or Over()
     groups: Groups = {name: _empty(count) for name, count in _base_parameters(model).items()}
@@ -191,7 +191,8 @@ def make_receipt(
         tokens = first_tokens(probe)
         for group, change in output_changes(model, before, trained_groups, tokens, over.sums).items():
             groups[group].update(change)
-            if not groups[group]["sites_reached"]:  # no gradient was expected, so nothing could move
+            # no gradient was expected, so nothing could move; or it moves the output by its choices alone
+            if not groups[group]["sites_reached"] or group == INDEXER:
                 groups[group]["connected"] = None
     ordered = {name: groups[name] for name in GROUPS if name in groups}
     in_order = [site for name in ordered for site in sites.values() if site.group == name]

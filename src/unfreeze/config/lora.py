@@ -40,8 +40,8 @@ class LoraConfig(BaseModel):
         default=("all-linear",),
         min_length=1,
         description=(
-            "all-linear (linear layers and routed experts, not lm_head, embeddings, router), experts,"
-            " attention, mlp, shared_experts, or module names and globs such as *.q_proj"
+            "all-linear (linear layers and routed experts, not lm_head, embeddings, router, indexer),"
+            " experts, attention, mlp, shared_experts, indexer, or module names and globs such as *.q_proj"
         ),
         json_schema_extra=about("Adapters", was="targets"),
     )

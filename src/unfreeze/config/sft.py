@@ -78,6 +78,12 @@ class Config(TrainingConfig):
         A [lora] field is then an error.
         """
         if fields.get("train") != "all":
+            if fields.get("training.indexer", "frozen") != "frozen":
+                raise ConfigError(
+                    'training.indexer is "trained", but adapters train; the indexer gets some where'
+                    " lora.targets names it",
+                    next="remove training.indexer, and give --lora.targets all-linear indexer",
+                )
             if fields.get("lora", True) is None:
                 raise ValueError('train = "adapters" needs [lora]; its defaults are an empty table')
             return _continued(fields)

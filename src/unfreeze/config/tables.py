@@ -175,6 +175,14 @@ class Training(Frozen):
         description="documents per micro-batch: one, or as many as fit (first or best fit)",
         json_schema_extra=about("How long", was="packing data.packing"),
     )
+    indexer: Literal["frozen", "trained"] = Field(
+        default="frozen",
+        description=(
+            "indexer of sparse attention (DeepSeek-V3.2, GLM-5) when all weights train: frozen, or trained to"
+            " follow attention. With adapters: name indexer in lora.targets"
+        ),
+        json_schema_extra=about("Learning", was="indexer", since="0.2"),
+    )
 
 
 class Optimizer(Frozen):

@@ -59,5 +59,9 @@ OF_POLICY: Sequence[Metric] = (
     metric("masked", "Tokens masked by the correction, share", "share", mean=True),
 )
 """Metrics of a policy trained on rewards."""
+OF_INDEXERS: Sequence[Metric] = (
+    metric("indexer_divergence", "Indexers differ from attention", "nats per token and layer"),
+)
+"""Metrics of indexers that train beside any loss (objectives/following.py)."""
 EARLIER: Sequence[Metric] = (*OF_TEACHER[1:3], *OF_ANSWERS[1:5], *OF_TEACHER[3:], *OF_ANSWERS[5:])
 """Metrics of a run whose start event lists none; those in its events are shown."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 if TYPE_CHECKING:
     from unfreeze.core.batch import Loss
 
-TapName = Literal["input", "q", "k", "v", "q_plain", "k_plain"]
+TapName = Literal["input", "q", "k", "v", "q_plain", "k_plain", "divergence"]
 """Tensor of a layer. T tokens, D model width, H query and G key/value heads, d and v widths of a head.
 
 input    [T, D], the layer's input; for layer `num_layers`, the input of the last norm
@@ -27,6 +27,8 @@ q, k, v  [T, H, d], [T, G, d], [T, G, v], as attention gets them: normed and rot
          expands keys and values for every head, G = H
 q_plain, k_plain   the outputs of projection and q_norm or k_norm, before the rotation, so free of positions.
          For MLA, the part of each head that never rotates
+divergence   [T], of a layer with an indexer: how far its scores are from its attention
+         (kernels/sparse_attention.py)
 """
 TAP_NAMES: tuple[TapName, ...] = get_args(TapName)
 

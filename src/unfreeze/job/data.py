@@ -77,6 +77,7 @@ class Encoding(TypedDict, total=False):
     reasoning: Reasoning
     answers: Answers
     room: int
+    by_columns: bool
 
 
 def encode(

@@ -200,6 +200,8 @@ def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
 def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
     """Load the weights into the model on meta, each where the plan puts it, and attach the trained parts."""
     from unfreeze.generate.model import Model, end_ids
+    from unfreeze.models.indexers import trained_indexers
+    from unfreeze.objectives.following import Following
     from unfreeze.parallel.placement.dispatch import make_room
     from unfreeze.parallel.plan.places import room
     from unfreeze.parallel.processes.mesh import mesh_of
@@ -223,6 +225,8 @@ def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
     objective = parts.objective
     if parts.second is not None:
         objective = parts.second.objective(model, setup.device, config.memory.dtype)
+    if layers := trained_indexers(model):
+        objective = Following(objective, layers)
     speaker = Model(model, setup.tokenizer, stop_ids=end_ids(setup.start, setup.tokenizer))
     if group.lockstep:
         speaker.engine.agreed = partial(of_the_first, group, model.device)
@@ -250,7 +254,7 @@ def begun(setup: Setup, rows: EncodedData, plan: Plan, at: Placed) -> tuple[Sour
         schedule=schedule_of(config.optimizer, steps),
         after_update=parts.after_update(model),
     )
-    state.base, state.metrics = setup.base, parts.metrics
+    state.base, state.metrics = setup.base, (*parts.metrics, *getattr(at.objective, "metrics", ()))
     state.kept, state.interrupt = parts.kept, parts.interrupt
     length, device = longest_of(setup), str(setup.device)
     write_resolved(folder, config, parts.recipe, steps=steps, sequence_length=length, device=device)

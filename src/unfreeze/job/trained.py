@@ -133,6 +133,8 @@ class AllWeights:
     Tensors outside the language model (multi-token prediction heads) are copied byte for byte, untrained.
     An MoE router's selection bias is not a parameter: only the load balancing of `pretrain` changes it.
 
+    indexer: True if indexers of sparse attention train too; else they are frozen.
+
     strict False: a matrix without a gradient in the first step is only a warning, because a run of days
     should not stop for one expert.
     """
@@ -140,6 +142,9 @@ class AllWeights:
     name, marker, strict, when_interrupted = "model", "config.json", False, False
     begins = ""
     lora: LoraConfig | None = None
+
+    def __init__(self, *, indexer: bool = False):
+        self._indexer = indexer
 
     def check(self, manifest: Manifest) -> None:
         """Raise ConfigError for a model that cannot be trained in full and written back.
@@ -169,7 +174,11 @@ class AllWeights:
             )
 
     def attach(self, model: Decoder) -> None:
-        """Do nothing: the model's parameters already require gradients."""
+        """Let indexers train, if they should: the other parameters already require gradients."""
+        if self._indexer:
+            from unfreeze.models.indexers import train_indexers
+
+            train_indexers(model)
 
     def written_bytes(self, manifest: Manifest, adapter: int) -> int:
         """Bytes that `write` leaves on disk: those of the checkpoint. adapter: unused, 0."""

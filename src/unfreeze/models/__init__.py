@@ -20,17 +20,20 @@ from unfreeze.core.lazy import on_first_use
 from unfreeze.models import (
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     ernie4_5_moe,
     gemma2,
     gemma3_text,
     gemma4_text,
     glm4_moe,
+    glm_moe_dsa,
     gpt_oss,
     granite,
     granitemoe,
     granitemoehybrid,
     llama,
     llama4_text,
+    mimo_v2_flash,
     minimax_m2,
     ministral,
     ministral3,
@@ -104,11 +107,13 @@ __all__ = [
 FAMILIES: dict[str, ModuleType] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "deepseek_v32": deepseek_v32,
     "ernie4_5_moe": ernie4_5_moe,
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
     "gemma4_text": gemma4_text,
     "glm4_moe": glm4_moe,
+    "glm_moe_dsa": glm_moe_dsa,
     "gpt_oss": gpt_oss,
     "granite": granite,
     "granitemoe": granitemoe,
@@ -116,6 +121,7 @@ FAMILIES: dict[str, ModuleType] = {
     "kimi_k2": deepseek_v3,
     "llama": llama,
     "llama4_text": llama4_text,
+    "mimo_v2_flash": mimo_v2_flash,
     "minimax_m2": minimax_m2,
     "ministral": ministral,
     "ministral3": ministral3,
@@ -253,7 +259,10 @@ def shape(config: Mapping[str, Any]) -> Shape:
     present = without_nulls(text)
     family = _family(present)
     check_fields(present)
-    if unbuilt_parts(present):
+    unread = {
+        name: present[name] for name in present.keys() - family.FIELDS.read - family.FIELDS.absent.keys()
+    }
+    if unbuilt_parts(unread):
         _not_built(present, present["model_type"])
     completed = family.FIELDS.completed(text, present, nested=text is not config)
     refuse_unbuilt(completed, family.FIELDS)

@@ -207,4 +207,5 @@ def _neutral(name: str, value: object, config: Config, table: Fields) -> bool:
 
 
 def _short(value: object) -> str:
-    return "all 'full_attention', one per layer" if isinstance(value, list) else shown(value)
+    full = isinstance(value, list) and set(value) <= {"full_attention"}
+    return "all 'full_attention', one per layer" if full else shown(value)

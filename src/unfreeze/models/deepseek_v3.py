@@ -126,8 +126,8 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
     return llama.block(shape, attention(shape, index, make), mlp(shape, index, make, router), make)
 
 
-def attention(shape: Shape, index: int, make: Factory, **parts: Any) -> MLA:
-    """Multi-head latent attention with sizes from shape.mla. parts: as in MLA."""
+def attention(shape: Shape, index: int, make: Factory, kind: type[MLA] | None = None, **parts: Any) -> MLA:
+    """Multi-head latent attention with sizes from shape.mla. kind: its class; parts: as in that."""
     name = f"model.layers.{index}.self_attn"
     mla, heads, bias = shape.mla, shape.num_heads, bool(shape.config["attention_bias"])
     assert mla is not None
@@ -142,7 +142,7 @@ def attention(shape: Shape, index: int, make: Factory, **parts: Any) -> MLA:
             "q_a_layernorm": make.norm(mla.q_lora_rank, 1e-6),
             "q_b_proj": make.linear(f"{name}.q_b_proj", mla.q_lora_rank, heads * head),
         }
-    return MLA(
+    return (kind or MLA)(
         index,
         num_heads=heads,
         nope=mla.nope,

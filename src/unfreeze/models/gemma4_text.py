@@ -20,7 +20,7 @@ from unfreeze.models import gemma2, llama
 from unfreeze.models.allowed import Fields, names
 from unfreeze.models.blocks.rope import rope_from_config
 from unfreeze.models.fields import Whole, shown
-from unfreeze.models.layer_types import FULL, SLIDING, layer_types, mask, per_kind
+from unfreeze.models.layer_types import FULL, SLIDING, layer_types, mask, per_kind, require_tables
 from unfreeze.models.shape import MoEShape, Shape, require
 
 if TYPE_CHECKING:
@@ -111,14 +111,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
     kinds = (*kinds[:-1], FULL)  # as in transformers, regardless of layer_types' last entry
     _, width = full_heads(config, kinds)
     tables = config.get("rope_parameters", ROTARY)
-    for kind in (FULL, SLIDING):
-        table = tables.get(kind)
-        if not isinstance(table, Mapping) or "rope_theta" not in table:
-            raise CheckpointError(
-                f"config.json: rope_parameters has no {kind} with a rope_theta, which model_type"
-                " 'gemma4_text' needs",
-                next="get config.json from the model's publisher again",
-            )
+    require_tables(tables, "gemma4_text")
     full, sliding = per_kind({**config, "rope_parameters": tables}, full=1e6, sliding=1e4)
     return replace(
         llama.shape(sliding),

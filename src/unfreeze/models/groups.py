@@ -1,14 +1,25 @@
 """Groups modules and parameters by their name on disk. No torch: `inspect` counts by groups.
 
-The groups: attention, mlp (dense), shared_experts, experts. The router, lm_head, embeddings and norms stay
-frozen unless lm_head is named.
+The groups: attention, mlp (dense), shared_experts, experts. The router, embeddings and norms stay frozen;
+lm_head and the indexer of sparse attention do unless they are named.
 """
 
 from __future__ import annotations
 
 import re
 
-GROUPS = ("attention", "mlp", "shared_experts", "experts", "router", "lm_head", "embeddings", "norms")
+INDEXER = "indexer"
+GROUPS = (
+    "attention",
+    INDEXER,
+    "mlp",
+    "shared_experts",
+    "experts",
+    "router",
+    "lm_head",
+    "embeddings",
+    "norms",
+)
 
 ROUTER = (
     r"\.(mlp|moe|block_sparse_moe|mixer)\.gate(\.|$)"
@@ -24,6 +35,8 @@ MIXERS = frozenset("q_proj k_proj v_proj o_proj in_proj out_proj conv1d decay A_
 def group_of(name: str) -> str:
     """The group of a module or parameter, by its checkpoint name."""
     parts = name.split(".")
+    if INDEXER in parts:
+        return INDEXER
     if any("norm" in part for part in parts) or parts[-1] == "layer_scalar":
         return "norms"
     if "embed_tokens" in parts or "embeddings" in parts:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from unfreeze.models.blocks.norm import RMSNorm
+from unfreeze.models.blocks.norm import LayerNorm, RMSNorm
 from unfreeze.models.blocks.recurrent import Decay
 from unfreeze.models.decoder import Decoder
 
@@ -22,7 +22,7 @@ def initialize(model: Decoder, seed: int, put: Callable[[str, Tensor], None] | N
     (parallel/placement/fsdp.py); every process draws all rows.
     """
     generator = torch.Generator().manual_seed(seed)
-    norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
+    norms = [module for module in model.modules() if isinstance(module, (RMSNorm, LayerNorm))]
     done = {id(parameter) for norm in norms for parameter in norm.parameters()}
     std = model.shape.initializer_range
     with torch.no_grad():

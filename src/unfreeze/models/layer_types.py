@@ -61,10 +61,42 @@ def mask(shape: Shape, index: int) -> Mask:
     return Mask(window=int(shape.config["sliding_window"]))
 
 
+def dense_layers(config: Mapping[str, Any], usual: int) -> frozenset[int]:
+    """The layers whose MLP is dense: "dense" in mlp_layer_types, or if absent the first `usual`.
+
+    Raises CheckpointError for a wrong number of entries and for one that is neither dense nor sparse.
+    """
+    layers = int(require(config, "num_hidden_layers"))
+    declared = config.get("mlp_layer_types")
+    if declared is None:
+        return frozenset(range(min(usual, layers)))
+    wrong = [kind for kind in declared if kind not in ("dense", "sparse")]
+    if wrong or len(declared) != layers:
+        what = f"holds {shown(wrong[0])}" if wrong else f"has {len(declared):,} entries"
+        raise CheckpointError(
+            f"config.json: mlp_layer_types {what}; it must be dense or sparse for each of"
+            f" num_hidden_layers {layers:,}",
+            next="get config.json from the model's publisher again",
+        )
+    return frozenset(index for index, kind in enumerate(declared) if kind == "dense")
+
+
 def _usual(table: object, theta: float) -> bool:
     """True if a rotary table describes the plain rotation at this rope_theta."""
     usual = {"rope_type": "default", "type": "default", "rope_theta": theta}
     return isinstance(table, Mapping) and all(usual.get(name) == value for name, value in table.items())
+
+
+def require_tables(tables: Mapping[str, Any], model_type: str) -> None:
+    """Raise CheckpointError unless rope_parameters has a table with a rope_theta for each kind of layer."""
+    for kind in (FULL, SLIDING):
+        table = tables.get(kind)
+        if not isinstance(table, Mapping) or "rope_theta" not in table:
+            raise CheckpointError(
+                f"config.json: rope_parameters has no {kind} with a rope_theta, which model_type"
+                f" {model_type!r} needs",
+                next="get config.json from the model's publisher again",
+            )
 
 
 def per_kind(config: Mapping[str, Any], *, full: float, sliding: float) -> tuple[dict[str, Any], ...]:

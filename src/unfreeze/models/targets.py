@@ -12,9 +12,9 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.core.errors import AdapterError, nearest
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
-from unfreeze.models.groups import group_of
+from unfreeze.models.groups import INDEXER, group_of
 
-NAMED_TARGETS = ("all-linear", "experts", "attention", "mlp", "shared_experts")
+NAMED_TARGETS = ("all-linear", "experts", "attention", "mlp", "shared_experts", INDEXER)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def targets_of(modules: Collection[str], model: nn.Module) -> list[str]:
 
 def _matches(target: str, candidate: TargetCandidate, projection: str) -> bool:
     if target == "all-linear":
-        return candidate.group not in ("lm_head", "embeddings", "router")
+        return candidate.group not in ("lm_head", "embeddings", "router", INDEXER)
     if target in NAMED_TARGETS:
         return candidate.group == target
     names = {projection, candidate.name}

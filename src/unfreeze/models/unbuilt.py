@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    # missing part <- fields, any of which requests it
+    # missing part <- fields, any of which requests it, except in a family that reads it
     ("sparse attention with an indexer", ("index_topk", "index_n_heads")),
     ("attention over compressed keys", ("compress_ratios", "compress_rope_theta")),
     ("hyper-connections between layers", ("hc_mult",)),
@@ -29,17 +29,14 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 NAMED: dict[str, str] = {
     "kimi_linear": "layers with a recurrent state (linear attention)",
-    "deepseek_v32": "sparse attention with an indexer",
-    "glm_moe_dsa": "sparse attention with an indexer",
     "deepseek_v4": "attention over compressed keys, hyper-connections between layers",
     "deepseek_ref": "attention over compressed keys, hyper-connections between layers",
     "kimi_k3": "layers with a recurrent state, the activation SiTU, attention residuals",
     "nemotron-nas": "layers of different sizes, some without attention",
     "minimax_m3": "sparse attention by blocks",
-    "mimo_v2_flash": "values of another width and scale than keys",
+    "step3p7": "a gate for each head of attention, numbers of heads that differ by layer",
     # transformers 5.23 has no class to compare with, and a release's own code is not run
     "mimo": "a decoder that only the release's own code describes",
-    "step3p7": "a decoder that only the release's own code describes",
 }
 """model_type -> the missing part, for a config whose fields don't tell. docs/reference/families.md lists
 them."""

@@ -10,9 +10,9 @@ from unfreeze.models.decoder import Decoder
 
 
 def tap_width(model: Decoder, tap: Tap) -> int:
-    """Elements per token: D for an input, heads · width for the others."""
-    if tap.name == "input":
-        return model.shape.hidden_size
+    """Elements per token: D for an input, 1 for a divergence, heads · width for the others."""
+    if tap.name in ("input", "divergence"):
+        return model.shape.hidden_size if tap.name == "input" else 1
     layer = model.layers[tap.layer]
     sizes, attention = layer.bytes(torch.float32, "cpu").attention, layer.self_attn
     assert sizes is not None

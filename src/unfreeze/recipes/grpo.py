@@ -46,7 +46,7 @@ def parts(config: Config) -> Parts:
         recipe="grpo",
         objective=rewarding.objective,
         second=rewarding.second(),
-        encoding=of_prompts(same.encoding, config.rollout.max_new_tokens),
+        encoding=of_prompts(same.encoding, config.rollout.max_new_tokens, bool(config.env or config.agent)),
         rows_check=rewarding.check,
         close=rewarding.close,
         interrupt=rewarding.interrupt,
@@ -62,9 +62,12 @@ def parts(config: Config) -> Parts:
     )
 
 
-def of_prompts(encoding: Encoding, room: int) -> Encoding:
-    """Return the encoding of rows whose answers are sampled. room: tokens of the longest."""
-    return {**encoding, "answers": "asked", "room": room}
+def of_prompts(encoding: Encoding, room: int, by_columns: bool = False) -> Encoding:
+    """Return the encoding of rows whose answers are sampled. room: tokens of the longest.
+
+    by_columns: an environment or agent makes the task of a row's columns, so prompts may be equal
+    """
+    return {**encoding, "answers": "asked", "room": room, "by_columns": by_columns}
 
 
 def _any_loss(job: Job) -> Judge:

@@ -51,7 +51,7 @@ def parts(config: Config) -> Parts:
 
     return Parts(
         recipe="pretrain",
-        trained=AllWeights(),
+        trained=AllWeights(indexer=config.training.indexer == "trained"),
         objective=cross_entropy,
         start=job.open_start,
         encoding={"supervise": "all"},

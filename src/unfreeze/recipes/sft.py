@@ -66,7 +66,7 @@ def _base_weights(adapter: str, model: str, common: Common) -> Manifest:
 
 def _trained(config: Config) -> Trained:
     if config.lora is None:
-        return AllWeights()
+        return AllWeights(indexer=config.training.indexer == "trained")
     if config.adapter:
         return Continued(config.lora, config.seed, config.adapter)
     return Adapters(config.lora, config.seed)

@@ -249,7 +249,7 @@ def rollout_words(event: RolloutEvent) -> list[str]:
     """['reward 0.412', '14/16 groups differ', '8 % cut', '2.4 turns']: from the third on if there are any."""
     reward, outcomes, agreement = event.get("reward"), event.get("outcomes", {}), event.get("agreement")
     failed = sum(count for name, count in outcomes.items() if name not in ("ok", "cut"))
-    cut = event.get("cut", 0.0)
+    cut, faults = event.get("cut", 0.0), sum(event.get("faults", {}).values())
     return [
         "no reward" if reward is None else f"reward {reward:.3f}",
         f"{event.get('signal', 0)}/{event.get('groups', 0)} groups differ",
@@ -257,7 +257,7 @@ def rollout_words(event: RolloutEvent) -> list[str]:
         *([f"{failed} without a reward"] if failed else []),
         *([f"{turns:.1f} turns"] if (turns := event.get("turns")) is not None else []),
         *([f"{100 * agreement:.0f} % of pairs agree"] if agreement is not None else []),
-        *([f"{faults} calls failed"] if (faults := sum(event.get("faults", {}).values())) else []),
+        *([f"{faults} call{'s' * (faults > 1)} failed"] if faults else []),
     ]
 
 

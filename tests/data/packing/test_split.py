@@ -118,6 +118,26 @@ def test_content_not_its_shape_or_field_order_makes_the_digest(tmp_path):
     assert len({content_digest(row) for row in different}) == len(different)
 
 
+def test_rows_of_one_prompt_differ_by_their_columns_where_these_make_the_task(tokenizer, tmp_path):
+    """An environment's rows: one prompt, and the secret in a column. With a reward alone the prompt counts."""
+    path = tmp_path / "games.jsonl"
+    games = [{"prompt": "Guess.", "secret": secret} for secret in range(100)]
+    same = {"secret": 0, "prompt": "Guess."}  # in another order
+    path.write_text("\n".join(map(json.dumps, [*games, same])))
+    for by_columns, different in ((True, 100), (False, 1)):  # control arm: by the prompt, all are one
+        for workers in (0, 1):
+            examples = encode_file(
+                path, tokenizer, 64, answers="asked", room=4, by_columns=by_columns, workers=workers
+            ).examples
+            assert len(set(examples.digests_N.tolist())) == different
+        if by_columns:
+            training, validation = split_by_content(examples, 0.3)
+            assert len(training) + len(validation) == 101 and 10 < len(validation) < 60
+        else:
+            with pytest.raises(ConfigError, match="leaves none for"):
+                split_by_content(examples, 0.3)
+
+
 def test_exact_duplicates_are_counted_and_named_with_their_original(encode):
     stats = encode(*rows(3), *rows(3), {"question": "Other?", "answer": "Yes."}, *rows(1)).stats
     assert stats.duplicates == 4 and "4 duplicates" in stats.summary() and stats.examples == 8

@@ -17,7 +17,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ from unfreeze.kernels.int4_grouped_mm import triton_cuda as int4_grouped_mm
 from unfreeze.kernels.linear_cross_entropy import triton_cuda as linear_cross_entropy
 from unfreeze.kernels.rms_norm import triton_cuda as rms_norm
 from unfreeze.kernels.rotary import triton_cuda as rotary
+from unfreeze.kernels.state_scan import Steps
+from unfreeze.kernels.state_scan import triton_cuda as state_scan
 from unfreeze.kernels.swiglu import triton_cuda as swiglu
 from unfreeze.kernels.swiglu.activation import SWIGLU, ClampedSwiGLU, GeGLU
 from unfreeze.kernels.token_permute import triton_cuda as token_permute
@@ -218,6 +220,21 @@ def others() -> list[Launch]:
         add(f"bf16, width {width}", lambda y=y, norm=norm, r=of_row: rms_norm.backward(y, y, norm, r))
         add(f"bf16, width {width}", lambda y=y, norm=norm, r=of_row: rms_norm.weight_gradient(y, y, norm, r))
 
+    # Qwen3.5 (delta rule), Kimi-Linear (a decay per channel), Mamba-2: 32 heads, chunks of 64 tokens
+    steps, chunks = Steps((4,) * 16, on_meta(16, dtype=I), on_meta(4, dtype=I)), (64, 32)
+    for label, width, decays, delta in (
+        ("delta", 128, 1, True),
+        ("KDA", 128, 128, True),
+        ("SSD", 64, 1, False),
+    ):
+        u, key = (on_meta(*chunks, 64, size, dtype=F) for size in (width, 128))
+        state, first = (on_meta(documents, 32, 128, width, dtype=F) for documents in (64, 4))
+        a, w = on_meta(*chunks, decays, 1, dtype=F), key if delta else None
+        add(label, lambda u=u, w=w, k=key, a=a, s=first: state_scan.forward(u, w, k, a, s, steps))
+        add(
+            label, lambda b=state, u=u, s=first, w=w, k=key, a=a: state_scan.backward(b, u, s, w, k, a, steps)
+        )
+
     multiply, ends = grouped_mm.GroupedMm(), on_meta(E, dtype=I)
     for label, dtype, per_experts in (("bf16", B, (8, 32, 128)), ("fp32", F, (128,))):
         wide = on_meta(E, 2 * WIDTH, D + 32, dtype=dtype)[:, :, :D].transpose(1, 2)
@@ -308,6 +325,14 @@ def page(rows: dict[Launch, dict[str, Report]], targets: list[Target]) -> str:
     return "\n".join(head) + "\n"
 
 
+def as_there(launch: Launch, target: Target) -> Launch:
+    """The launch as on that GPU: AMD's has no products of three TF32 parts, and less shared memory."""
+    if target.gpu.backend != "hip" or "PRECISION" not in launch.args:
+        return launch
+    args, options = {**launch.args, "PRECISION": "ieee"}, {**launch.options, "num_stages": 1}
+    return replace(launch, args=args, options=options)
+
+
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--ptxas", action="store_true")
@@ -324,7 +349,7 @@ def main() -> int:
         for target in targets:
             where = f"{named(launch)} ({launch.label}) on {target.name}"
             try:
-                made = compiled(launch, target)
+                made = compiled(as_there(launch, target), target)
                 found = report(made) if given.ptxas else None
             except Exception as error:
                 print(f"FAULT {where}: {type(error).__name__}: {str(error).splitlines()[0]}")

@@ -101,6 +101,12 @@ def content_digest(row: Row | Judged) -> bytes:
     return hashlib.blake2b(kind + content.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
+def columns_digest(row: Conversation) -> bytes:
+    """Return blake2b-128 of all columns of a row that is asked, in any order."""
+    content = _SORTED.encode(row.columns)
+    return hashlib.blake2b(b"columns" + content.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
 @dataclass(frozen=True)
 class BadRow:
     """A row that could not be used, and the reason; `file` is its name if there are several files."""

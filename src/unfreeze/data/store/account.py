@@ -148,7 +148,7 @@ class Account:
             stats.bad += 1
             self._list(stats.listed, source, BadRow(row.row, error.message))
             return []
-        digest = content_digest(row)
+        digest = encoded.digest or content_digest(row)
         self._row_digests += digest
         self._row_places.extend((source, row.row))
         self._count(row, source, encoded)

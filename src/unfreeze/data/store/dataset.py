@@ -90,6 +90,7 @@ def encode_files(
     columns: Sequence[str] = (),
     answers: Answers = "taught",
     room: int = 0,
+    by_columns: bool = False,
     held_bytes: int = HELD_BYTES,
     store: Store | None = None,
     workers: int | None = None,
@@ -100,7 +101,8 @@ def encode_files(
     See Encoder for how a row becomes examples. Rows without a supervised token left are dropped and counted
     in stats. A bad row raises DataError, or is counted with on_bad_row "skip".
     columns: the files' own names for a row's fields (rows/columns.py). answers: how rows are used.
-    room: of rows that are asked, tokens of the longest answer.
+    room: of rows that are asked, tokens of the longest answer. by_columns: two of them are the same only if
+    all their columns are, as where an environment makes the task of them.
     store: where to keep tokens. None: in memory, or read on demand if the files total more than `held_bytes`.
     The result is the same.
     workers: number of encoding processes (workers.py). 0: only this one; None: one per core if that pays off.
@@ -125,6 +127,7 @@ def encode_files(
         skip,
         answers,
         room,
+        by_columns,
     )
     coder = Coder(spec, spec.encoder(tokenizer))
     if store is None:

@@ -61,7 +61,7 @@ ABANDONED = 24 * 3600
 """Seconds after which an unfinished store is removed, because its process was killed."""
 ENCODING = {
     name: inspect.signature(encode_files).parameters[name].default
-    for name in ("truncation", "supervise", "turns", "reasoning", "columns", "answers", "room")
+    for name in ("truncation", "supervise", "turns", "reasoning", "columns", "answers", "room", "by_columns")
 }
 """Options of encode_files that affect the encoding, with their defaults."""
 COLUMNS = {"numbers": 8 * NUMBERS, "digests": 16, "checksums": 16, "starts": 8}

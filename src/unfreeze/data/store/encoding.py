@@ -53,6 +53,7 @@ class Spec:
     skip: bool
     answers: Any = "taught"
     room: int = 0
+    by_columns: bool = False
 
     def encoder(self, tokenizer: Any) -> Encoder | Comparing | Asking:
         encoder = Encoder(
@@ -64,7 +65,7 @@ class Spec:
             reasoning=self.reasoning,
         )
         if self.answers == "asked":
-            return Asking(encoder, self.room)
+            return Asking(encoder, self.room, self.by_columns)
         return encoder if self.answers == "taught" else Comparing(encoder, self.answers)
 
 

@@ -7,7 +7,7 @@ an answer exists. Sampling replaces them (rollout/rollouts.py).
 from __future__ import annotations
 
 from unfreeze.core.errors import DataError
-from unfreeze.data.rows.row import Answers, Conversation
+from unfreeze.data.rows.row import Answers, Conversation, columns_digest
 from unfreeze.data.store.examples import Example
 from unfreeze.data.tokens.masks import Dropped, Encoded, Encoder, encode_chat
 from unfreeze.data.tokens.tokenizer import Tokenizer
@@ -15,12 +15,16 @@ from unfreeze.data.tokens.turns import Renderer
 
 
 class Asking:
-    """Convert conversations that end with the user's turn. room: tokens of the longest answer."""
+    """Convert conversations that end with the user's turn.
+
+    room        tokens of the longest answer
+    by_columns  rows of one prompt differ if another of their columns does: it is part of the task
+    """
 
     answers: Answers = "asked"
 
-    def __init__(self, encoder: Encoder, room: int):
-        self._encoder, self.room = encoder, room
+    def __init__(self, encoder: Encoder, room: int, by_columns: bool = False):
+        self._encoder, self.room, self.by_columns = encoder, room, by_columns
 
     @property
     def render(self) -> Renderer:
@@ -46,7 +50,8 @@ class Asking:
                 " --sequence-length and --tokens-per-step",
             )
         tokens = [*prompt, *[prompt[-1]] * self.room]
-        return Encoded([Example(tokens, [0.0] * len(prompt) + [1.0] * self.room, row.row)])
+        example = Example(tokens, [0.0] * len(prompt) + [1.0] * self.room, row.row)
+        return Encoded([example], digest=columns_digest(row) if self.by_columns else b"")
 
 
 def prompt_of(example: Example) -> list[int]:

@@ -40,11 +40,15 @@ class Dropped(DataError):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A row's examples. `dropped`: reasons for examples left out while others were kept."""
+    """A row's examples. `dropped`: reasons for examples left out while others were kept.
+
+    digest: 16-byte hash that tells the row from others, if it is not that of its content
+    """
 
     examples: list[Example]
     notes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    digest: bytes = b""
 
 
 class Encoder:

@@ -43,8 +43,8 @@ class Samples:
     Each prompt is used once, although several rows can have the same question.
     The prompt of a conversation stops before an answer, that of a text after its eighth word.
     Only rows that were encoded are used, so a bad row is skipped here too. A row without a usable prompt (it
-    starts with the assistant and has nothing else, or leaves fewer than ANSWER positions) is a warning event,
-    once, at step 0.
+    starts with the assistant and has nothing else, or leaves too few positions) is a warning event, once, at
+    step 0. An answer has at most ANSWER tokens, and at most half of the model's positions.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class Samples:
         self._source: PromptSource = source
         self._run, self._speaker, self._group = run, speaker, group
         self._prompts, self._own = list(own), len(own)
-        room = speaker.decoder.shape.max_positions - ANSWER
+        positions = speaker.decoder.shape.max_positions
+        self._most = min(ANSWER, positions // 2)
         seen, tried = {tuple(prompt.tokens) for prompt in own}, 0
         for row in rows_used(data, examples, count, columns, answers):
             if tried == count:
@@ -75,10 +76,10 @@ class Samples:
                 if tuple(prompt.tokens) in seen:
                     continue
                 seen.add(tuple(prompt.tokens))
-                if len(prompt.tokens) > room:
+                if len(prompt.tokens) > positions - self._most:
                     raise DataError(
-                        f"row {row.row}: its prompt of {len(prompt.tokens)} tokens leaves fewer than {ANSWER}"
-                        " of the model's positions"
+                        f"row {row.row}: its prompt of {len(prompt.tokens)} tokens leaves fewer than"
+                        f" {self._most} of the model's {positions} positions"
                     )
                 self._prompts.append(prompt)
                 tried += 1
@@ -109,7 +110,7 @@ class Samples:
         started = time.perf_counter()
         prompts = [prompt.tokens for prompt in asked_prompts]
         try:
-            answers = self._speaker.complete(prompts, max_new_tokens=ANSWER)
+            answers = self._speaker.complete(prompts, max_new_tokens=self._most)
         except NotFinite as error:
             raise self._of_the_file(error, step) from error
         for index, (prompt, answer) in enumerate(zip(asked_prompts, answers, strict=True)):

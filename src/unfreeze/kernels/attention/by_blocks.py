@@ -1,4 +1,4 @@
-"""Attention that torch's flash kernels lack: sliding windows, softcapped scores, sinks.
+"""Attention that torch's flash kernels lack: sliding windows, softcapped scores, sinks, chosen keys.
 
 One block of queries at a time, with only the keys it can see. So no [L, L] scores are ever held, and a window
 of W tokens costs L · W, not L². Plain torch, on any device, in float32 (float64 inputs stay float64).
@@ -7,6 +7,7 @@ of W tokens costs L · W, not L². Plain torch, on any device, in float32 (float
     P = exp(c - lse),   lse = log(Σ_keys exp(c) + exp(sink_h)),   o = P v
 
 A sink is a learned score of each head that takes its share of the softmax and adds nothing to the output.
+With chosen keys (kernels/sparse_attention.py) a query sees only K of its document.
 Backward recomputes the scores from q, k and lse:
 
     dP = do vᵀ,   dc = P · (dP - Σ do·o),   d(scale q kᵀ) = dc · (1 - (c / cap)²)
@@ -16,6 +17,7 @@ Sources: Gemma 2, arXiv:2408.00118, 2; gpt-oss, arXiv:2508.10925, 2.2; FlashAtte
 2.3.
 
 S documents of L tokens, H query heads, G key/value heads (H = G · rep), d and v widths; N keys of a block.
+K chosen keys of a query.
 """
 
 from __future__ import annotations
@@ -47,14 +49,17 @@ def attend_by_blocks(
     window: int | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    chosen_SLK: Tensor | None = None,
     reuse: Reuse | None = None,
 ) -> Tensor:
     """Causal attention inside each of S documents of equal length -> [S, L, H, v] in q's dtype.
 
     window: tokens that a query sees, including itself. softcap: bound of a score. sinks_H: a score per head.
+    chosen_SLK: int32, the places in its document that a query sees, none behind it.
     `reuse`: when the layer is recomputed, output and log-sum-exp of the first visit are reused.
     """
-    return _ByBlocks.apply(q_SLHd, k_SLGd, v_SLGv, sinks_H, _Scores(scale, window, softcap), reuse)
+    scores = _Scores(scale, window, softcap)
+    return _ByBlocks.apply(q_SLHd, k_SLGd, v_SLGv, sinks_H, chosen_SLK, scores, reuse)
 
 
 def documents_at_once(heads: int, length: int, window: int | None) -> int:
@@ -88,25 +93,27 @@ class _ByBlocks(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks_H: Tensor | None,
+        chosen_SLK: Tensor | None,
         scores: _Scores,
         reuse: Reuse | None,
     ) -> Tensor:
         def compute() -> tuple[Tensor, Tensor]:
-            return _forward(q, k, v, sinks_H, scores)
+            return _forward(q, k, v, sinks_H, chosen_SLK, scores)
 
         o, lse = compute() if reuse is None else reuse(compute)
-        ctx.save_for_backward(q, k, v, sinks_H, o, lse)
+        ctx.save_for_backward(q, k, v, sinks_H, chosen_SLK, o, lse)
         ctx.scores = scores
         return o
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks_H, o, lse = ctx.saved_tensors
-        return (*_backward(grad, q, k, v, sinks_H, o, lse, ctx.scores), None, None)
+        q, k, v, sinks_H, chosen_SLK, o, lse = ctx.saved_tensors
+        dparts = _backward(grad, q, k, v, sinks_H, chosen_SLK, o, lse, ctx.scores)
+        return (*dparts, None, None, None)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, scores: _Scores
+    q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, chosen_SLK: Tensor | None, scores: _Scores
 ) -> tuple[Tensor, Tensor]:
     """o [S, L, H, v] and the log-sum-exp of each query's scores, [S, G, rep, L] in float32."""
     S, L, H, _ = q.shape
@@ -116,7 +123,7 @@ def _forward(
     for rows in _documents(q, scores.window):
         q_, k_, v_ = (_by_head(x[rows], G, compute) for x in (q, k, v))
         for begin, end, first in _blocks(L, scores.window):
-            c = _scores(q_, k_, begin, end, first, scores)
+            c = _scores(q_, k_, begin, end, first, scores, _of(chosen_SLK, rows))
             of_block = torch.logsumexp(c, -1)
             if sinks_H is not None:
                 of_block = torch.logaddexp(of_block, sinks_H.to(compute).view(G, -1, 1))
@@ -133,6 +140,7 @@ def _backward(
     k: Tensor,
     v: Tensor,
     sinks_H: Tensor | None,
+    chosen_SLK: Tensor | None,
     o: Tensor,
     lse: Tensor,
     scores: _Scores,
@@ -150,7 +158,7 @@ def _backward(
         dk_, dv_ = torch.zeros_like(k_[:, :, 0]), torch.zeros_like(v_[:, :, 0])
         for begin, end, first in _blocks(L, scores.window):
             # recompute P, then dc = P (dP - delta)
-            c = _scores(q_, k_, begin, end, first, scores)
+            c = _scores(q_, k_, begin, end, first, scores, _of(chosen_SLK, rows))
             slope = None if scores.softcap is None else 1 - (c / scores.softcap).square_()
             P = c.sub_(lse[rows, :, :, begin:end, None]).exp_()
             do = do_[..., begin:end, :]
@@ -196,11 +204,28 @@ def _times(x: Tensor, matrix: Tensor) -> Tensor:
     return (_flat(x) @ matrix).unflatten(2, x.shape[2:4])
 
 
-def _scores(q: Tensor, k: Tensor, begin: int, end: int, first: int, scores: _Scores) -> Tensor:
+def _of(chosen_SLK: Tensor | None, rows: slice) -> Tensor | None:
+    return None if chosen_SLK is None else chosen_SLK[rows]
+
+
+def hide_(c_SHnN: Tensor, chosen_SnK: Tensor) -> Tensor:
+    """Set the scores of keys that are not among a query's chosen places to -inf, in place; H: any [S, …]."""
+    S, n, N = c_SHnN.shape[0], *c_SHnN.shape[-2:]
+    hidden_SnN = torch.ones((S, n, N), dtype=torch.bool, device=c_SHnN.device)
+    hidden_SnN.scatter_(-1, chosen_SnK.long(), False)
+    between = [1] * (c_SHnN.dim() - 3)
+    return c_SHnN.masked_fill_(hidden_SnN.view(S, *between, n, N), -torch.inf)
+
+
+def _scores(
+    q: Tensor, k: Tensor, begin: int, end: int, first: int, scores: _Scores, chosen_SLK: Tensor | None = None
+) -> Tensor:
     """c [S, G, rep, n, N] of the queries begin:end and the keys first:end; -inf where none is seen."""
     c = _times(q[..., begin:end, :], k[:, :, 0, first:end].mT).mul_(scores.scale)
     if scores.softcap is not None:
         c = c.div_(scores.softcap).tanh_().mul_(scores.softcap)
+    if chosen_SLK is not None:  # none lies behind its query
+        return hide_(c, chosen_SLK[:, begin:end])
     query = torch.arange(begin, end, device=q.device)[:, None]
     key = torch.arange(first, end, device=q.device)
     hidden = key > query

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,21 @@ class Bucket:
         return self.num_documents * self.length
 
 
+class Beyond(NamedTuple):
+    """The documents of a layout that are longer than some limit, and the others.
+
+    longer   tokens of each longer document
+    rows_N   int64, the tokens of the others; shorter: their layout. None: all are longer
+    order_T  int64, the place of each token in (those of the others, those of each longer document); None: the
+             tokens are in this order
+    """
+
+    longer: tuple[slice, ...]
+    rows_N: Tensor | None
+    shorter: DocumentLayout | None
+    order_T: Tensor | None
+
+
 @dataclass(frozen=True)
 class DocumentLayout:
     """Built once per batch, used by every layer.
@@ -51,6 +67,7 @@ class DocumentLayout:
     starts: tuple[int, ...] = ()
     device: torch.device | str = "cpu"
     _cuts: dict[int, DocumentLayout] = field(default_factory=dict, compare=False, repr=False)
+    _beyond: dict[int, Beyond] = field(default_factory=dict, compare=False, repr=False, init=False)
     _bounds: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False, init=False)
 
     @staticmethod
@@ -108,6 +125,26 @@ class DocumentLayout:
             ]
             self._cuts[chunk] = DocumentLayout.build(pieces, self.num_tokens, self.device)
         return self._cuts[chunk]
+
+    def beyond(self, limit: int) -> Beyond:
+        """The documents of more than `limit` tokens, apart from the others. Cached."""
+        if limit not in self._beyond:
+            ends = (*self.starts[1:], self.num_tokens)
+            documents = [slice(*bounds) for bounds in zip(self.starts, ends, strict=True)]
+            longer = tuple(rows for rows in documents if rows.stop - rows.start > limit)
+            others = [rows for rows in documents if rows.stop - rows.start <= limit]
+            rows_N = torch.cat([torch.arange(rows.start, rows.stop) for rows in (*others, *longer)])
+            moved, shorter = not bool((rows_N[1:] > rows_N[:-1]).all()), None
+            if others:
+                starts = torch.tensor([0, *(rows.stop - rows.start for rows in others)]).cumsum(0)
+                shorter = DocumentLayout.build(starts[:-1], int(starts[-1]), self.device)
+            self._beyond[limit] = Beyond(
+                longer,
+                None if shorter is None else send(rows_N[: shorter.num_tokens], self.device),
+                shorter,
+                send(rows_N.argsort(), self.device) if moved else None,
+            )
+        return self._beyond[limit]
 
     def bounds(self, device: torch.device) -> Tensor:
         """Document s is the tokens bounds[s]:bounds[s + 1]; int32 [S + 1] on `device`. Sent there once."""

@@ -24,6 +24,7 @@ OPS = {
     "replay": "cuda_graph.replay",
     "rms_norm": "rms_norm.rms_norm",
     "rotary": "rotary.rotary",
+    "state_scan": "state_scan.state_scan",
     "swiglu": "swiglu.swiglu",
     "token_order": "token_permute.token_permute",
 }

@@ -77,16 +77,16 @@ def _forward(
     q_TGk, _, v_THv, *_ = inputs
     assert q_TGk is not None and v_THv is not None
     o_THv = torch.empty_like(v_THv, memory_format=torch.contiguous_format)
-    state = _zeros(q_TGk, v_THv, segments.each[0].counts[0])
-    ended: list[Tensor] = []
-    states: list[Tensor] = []
+    state = _zeros(q_TGk, v_THv, segments.each[0].documents)
+    states, ended = [state], torch.empty_like(state) if final else state
     for segment in segments.each:
         own = _of(inputs, segment.tokens_t)
-        o_tHv, state, last = segment_forward(own, state, segment, segments, rule, final=final)
+        o_tHv, after = segment_forward(own, states[-1], segment, segments, rule)
         o_THv[segment.tokens_t] = o_tHv.to(o_THv.dtype)
-        states.append(state)
-        ended += last
-    return o_THv, states[:-1], torch.cat(ended[::-1]) if final else state
+        states.append(after[: segment.after])
+        if final:
+            ended[segment.after : segment.documents] = after[segment.after :]
+    return o_THv, states[1:-1], ended
 
 
 class _Packed(torch.autograd.Function):
@@ -112,7 +112,7 @@ class _Packed(torch.autograd.Function):
     def backward(ctx: Any, do_THv: Tensor) -> tuple[Tensor | None, ...]:
         """Segments from the last to the first; dstate flows from each to the one before."""
         inputs, states = ctx.saved_tensors[: ctx.num], ctx.saved_tensors[ctx.num :]
-        first = _zeros(inputs[0], inputs[2], ctx.segments.each[0].counts[0])
+        first = _zeros(inputs[0], inputs[2], ctx.segments.each[0].documents)
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
         dstate: Tensor | None = None
         for segment, state in zip(reversed(ctx.segments.each), (*reversed(states), first), strict=True):
@@ -120,10 +120,10 @@ class _Packed(torch.autograd.Function):
             padded = [*own, None] if len(own) == 4 else own
             with torch.enable_grad():
                 state = state.detach().requires_grad_()
-                o_tHv, after, _ = segment_forward(padded, state, segment, ctx.segments, ctx.rule)
+                o_tHv, after = segment_forward(padded, state, segment, ctx.segments, ctx.rule)
                 outputs, arriving = [o_tHv], [do_THv[segment.tokens_t].to(o_tHv.dtype)]
                 if dstate is not None:
-                    outputs, arriving = [*outputs, after], [*arriving, dstate]
+                    outputs, arriving = [*outputs, after[: segment.after]], [*arriving, dstate]
                 *d_own, dstate = torch.autograd.grad(outputs, [*own, state], arriving)
             for whole, part in zip(gradients, d_own, strict=True):
                 whole[segment.tokens_t] = part.to(whole.dtype)

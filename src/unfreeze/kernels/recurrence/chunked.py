@@ -21,23 +21,16 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.recurrence.segments import Segment, Segments
+from unfreeze.kernels.state_scan import state_scan
 
 if TYPE_CHECKING:
     from unfreeze.kernels.recurrence import Rule
 
 
 def segment_forward(
-    inputs: Sequence[Tensor | None],
-    state: Tensor,
-    segment: Segment,
-    segments: Segments,
-    rule: Rule,
-    *,
-    final: bool = False,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(o [t, H, v], the state of the documents that go on, those of the documents that ended, per step).
-
-    The last only if `final`: without it nothing is copied.
+    inputs: Sequence[Tensor | None], state: Tensor, segment: Segment, segments: Segments, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """(o [t, H, v], the state behind the segment of each of its documents).
 
     inputs: q, k, v, g, beta of the segment's tokens. state [documents of the first step, H, k, v].
     """
@@ -75,9 +68,14 @@ def segment_forward(
         beta = chunks(beta_tH)[..., None]
         inverse = _Inverse.apply((beta * kk).tril(-1))
         u, forget = inverse @ (beta * v), inverse @ (beta * decay * k)
-    before, us, after, ended = _through(segment, state, u, forget, k_out, whole, final)
-    o = q_in @ before + qk @ us
-    return o.movedim(3, 1).reshape(n * C, -1, o.shape[-1])[segment.slots_t], after, ended
+    # the only sequential part: the state through the chunks of each document
+    heads = u.shape[1:3]
+    one = forget if forget is None else forget.flatten(1, 2)
+    before, own, after = state_scan(
+        u.flatten(1, 2), one, k_out.flatten(1, 2), whole.flatten(1, 2), state, segment.steps
+    )
+    o = q_in @ before.unflatten(1, heads) + qk @ own.unflatten(1, heads)
+    return o.movedim(3, 1).reshape(n * C, -1, o.shape[-1])[segment.slots_t], after
 
 
 class _Inverse(torch.autograd.Function):
@@ -120,39 +118,6 @@ def _diagonal(A: Tensor, size: int) -> Tensor:
     """The blocks on the diagonal: [..., C, C] -> [..., C / size, size, size]."""
     squares = A.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
     return squares.diagonal(dim1=-4, dim2=-2).movedim(-1, -3).clone()
-
-
-def _through(
-    segment: Segment,
-    state: Tensor,
-    u: Tensor,
-    forget: Tensor | None,
-    k_out: Tensor,
-    whole: Tensor,
-    final: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """The states before the chunks [n, G, J, k, v], u of all chunks, the state behind, those that ended."""
-    S = state.unflatten(1, tuple(u.shape[1:3]))
-    before, us, ended = [], [], []
-    counts = (*segment.counts, segment.after)
-    # split, not slices: the gradient of a slice is a tensor of the whole size
-    wholes = whole.split(segment.counts)
-    if forget is None:
-        added = (k_out.mT @ u).split(segment.counts)
-    else:
-        added, own_u = (), u.split(segment.counts)
-        forgets, ks = forget.split(segment.counts), k_out.mT.split(segment.counts)
-    for step, following in enumerate(counts[1:]):
-        before.append(S)
-        if forget is None:
-            S = wholes[step] * S + added[step]
-        else:
-            us.append(own_u[step] - forgets[step] @ S)
-            S = wholes[step] * S + ks[step] @ us[-1]
-        if final:
-            ended.append(S[following:].flatten(1, 2))
-        S = S[:following] if following < len(S) else S
-    return torch.cat(before), torch.cat(us) if us else u, S.flatten(1, 2), ended
 
 
 def decayed_products(lefts: Sequence[Tensor], right: Tensor, total: Tensor) -> list[Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.core.batch import send
+from unfreeze.kernels.state_scan import Steps
 
 CHUNK = 64
 SLOTS = {"cpu": 512, "cuda": 4096}
@@ -26,20 +27,23 @@ SLOTS = {"cpu": 512, "cuda": 4096}
 class Segment:
     """Some steps.
 
-    counts    documents in each step, descending: step i belongs to the first counts[i] documents
+    steps     the documents in each step, descending: step i belongs to the first counts[i] documents
     tokens_t  int64, the tokens of the segment, and slots_t, their places among its n · C slots
-    last      documents that end in each step: rows (counts[i + 1], counts[i]) of the state after step i
     after     documents that go on behind the segment
     """
 
-    counts: tuple[int, ...]
+    steps: Steps
     tokens_t: Tensor
     slots_t: Tensor
     after: int
 
     @property
     def chunks(self) -> int:
-        return sum(self.counts)
+        return sum(self.steps.counts)
+
+    @property
+    def documents(self) -> int:
+        return self.steps.counts[0]
 
 
 @dataclass(frozen=True)
@@ -93,5 +97,8 @@ def _segment(
         chunk += count
     after = counts[end] if end < len(counts) else 0
     return Segment(
-        tuple(counts[begin:end]), send(torch.cat(tokens), device), send(torch.cat(slots), device), after
+        Steps.of(tuple(counts[begin:end]), device),
+        send(torch.cat(tokens), device),
+        send(torch.cat(slots), device),
+        after,
     )

@@ -95,15 +95,18 @@ class Attending(Block):
         assert shape is not None
         return shape.key_heads * (shape.width + shape.value_width)
 
-    def attend_bytes(self, heads: int, key_heads: int, dtype: torch.dtype, device: str) -> Bytes:
-        """Bytes of `attend` between the projections; o_proj counts its own."""
+    def attend_bytes(
+        self, heads: int, key_heads: int, dtype: torch.dtype, device: str, value_width: int | None = None
+    ) -> Bytes:
+        """Bytes of `attend` between the projections; o_proj counts its own. Values are d wide by default."""
         softcap, sinks, d = self.softcap is not None, self.sinks is not None, self.head_dim
-        name = bucket(d, d, window=self.mask.window is not None, softcap=softcap, sinks=sinks)
+        v = d if value_width is None else value_width
+        name = bucket(d, v, window=self.mask.window is not None, softcap=softcap, sinks=sinks)
         one_call = in_one_call(device, dtype, name)
         # torch's flash kernel takes sinks on a CPU (kernels/packed_attention/by_buckets.py)
         by_blocks = softcap or (sinks and device != "cpu" and not one_call)
         window = None if one_call else self.mask.window
-        shape = AttentionShape(heads, key_heads, d, d, window, by_blocks, one_call)
+        shape = AttentionShape(heads, key_heads, d, v, window, by_blocks, one_call)
         product = Bytes(linear=self.o_proj.out_features * dtype.itemsize)
         return product + attention_bytes(shape, dtype, device)
 
@@ -162,6 +165,37 @@ class Attention(Attending):
         normed = q + k if self.q_norm is not None else 0
         projections = Bytes(held=normed * dtype.itemsize, linear=(q + 2 * k) * dtype.itemsize)
         return projections + self.attend_bytes(q // self.head_dim, k // self.head_dim, dtype, device)
+
+
+class ScaledValueAttention(Attention):
+    """Attention whose values have another width than keys, v, and a factor (MiMo-V2-Flash)."""
+
+    def __init__(self, layer: int, head_dim: int, *, value_width: int, value_scale: float, **parts: Any):
+        super().__init__(layer, head_dim, **parts)
+        self.value_width, self.value_scale = value_width, value_scale
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        q_THd = self.q_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, self.head_dim))
+        k_TGd = self.k_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, self.head_dim))
+        v_TGv = self.v_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, self.value_width))
+        return self.attend(q_THd, k_TGd, v_TGv * self.value_scale, run)
+
+    def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        """add + factor · attention(x)."""
+        q, k, v = (linear.record(to, x) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        v = to.program.combine(v, a=self.value_scale)
+        return self.record_attend(to, q, k, v, add=add, factor=factor)
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """As Attention, with narrower values.
+
+        torch's CPU kernel, which a window does not use, pads values and output; o_proj keeps a copy of it.
+        """
+        q, k, v = (linear.out_features for linear in (self.q_proj, self.k_proj, self.v_proj))
+        heads, width = q // self.head_dim, self.head_dim
+        padded = heads * (2 * width - self.value_width) if device == "cpu" and not self.mask.window else 0
+        projections = Bytes(held=padded * dtype.itemsize, linear=(q + k + v) * dtype.itemsize)
+        return projections + self.attend_bytes(heads, k // width, dtype, device, self.value_width)
 
 
 class GatedAttention(Attention):
@@ -308,7 +342,7 @@ def attention_bytes(shape: AttentionShape, dtype: torch.dtype, device: str) -> B
     them again.
     """
     size = dtype.itemsize
-    heads, key_heads, width, value_width, window, by_blocks, one_call = shape
+    heads, key_heads, width, value_width, window, by_blocks, one_call, _ = shape
     q, k, v, o = heads * width, key_heads * width, key_heads * value_width, heads * value_width
     output = o * size + 4 * heads
     held = (q + k + v) * size + output

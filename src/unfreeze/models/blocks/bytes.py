@@ -18,6 +18,7 @@ class AttentionShape(NamedTuple):
     window     tokens that a query sees, if documents longer than that run by blocks of queries; else None
     by_blocks  True if it always runs by blocks of queries: softcapped scores, sinks
     one_call   True if all documents attend in one call of a flash kernel (kernels/packed_attention)
+    keys       keys that a query chooses, if documents longer than that run by blocks of queries; else None
     """
 
     heads: int
@@ -27,6 +28,7 @@ class AttentionShape(NamedTuple):
     window: int | None = None
     by_blocks: bool = False
     one_call: bool = False
+    keys: int | None = None
 
 
 @dataclass(frozen=True)

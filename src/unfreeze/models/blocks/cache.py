@@ -39,6 +39,11 @@ class Cache:
     def nbytes(self) -> int:
         return sum(store.nbytes for store in (*self._stores(), *self.states.values()))
 
+    @property
+    def positions(self) -> int:
+        """Most positions of a row."""
+        return self.capacity
+
     def _stores(self) -> list[Tensor]:
         every = [store for tensors in self.layers.values() for store in tensors]
         return every + list((self.routes or {}).values())

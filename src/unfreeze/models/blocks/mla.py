@@ -10,7 +10,7 @@ d = n + r.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
 from unfreeze.models.blocks.recording import PAIRINGS, CannotRecord, Recording
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""(q, k, v, scale) -> o, over the documents or cached rows of a pass."""
 
 
 class MLA(Block):
@@ -72,25 +75,42 @@ class MLA(Block):
         self.kv_b_proj, self.o_proj = kv_b_proj, o_proj
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
-        # the query: only its last r elements rotate
-        q_THd = self._query(x_TD, run).unflatten(-1, (self.num_heads, -1))
-        tables = run.tables()
-        q_THd = rotary(q_THd, *tables, self.pairs)
+        q_THd = self.query(self.low_rank(x_TD, run), run)
+        (latent,) = run.remember(self.layer, self.latent(x_TD, run))
+        return self.attended(q_THd, latent, run, run.attend)
+
+    def low_rank(self, x_TD: Tensor, run: Pass) -> Tensor:
+        """The input of the query's last projection: norm(q_a(x)), or x itself."""
+        if self.q_proj is not None:
+            return x_TD
+        assert self.q_a_proj is not None and self.q_a_layernorm is not None
+        return self.q_a_layernorm(self.q_a_proj(x_TD, run.reuse_linear))
+
+    def query(self, low_rank_TQ: Tensor, run: Pass) -> Tensor:
+        """-> [T, H, d]; only the last r elements of a head rotate."""
+        last = self.q_proj if self.q_proj is not None else self.q_b_proj
+        assert last is not None
+        q_THd = last(low_rank_TQ, run.reuse_linear).unflatten(-1, (self.num_heads, -1))
+        q_THd = rotary(q_THd, *run.tables(), self.pairs)
         if self.temperature is not None:
             factor_T1, _ = run.tables(self.temperature)
             q_THd = q_THd * factor_T1[:, None].to(q_THd.dtype)
+        return q_THd
 
-        # cached: the latent and one rotary key shared by all heads
+    def latent(self, x_TD: Tensor, run: Pass) -> Tensor:
+        """The latent and one rotary key shared by all heads, [T, c + r]: they are cached."""
         latent_Tc, k_rope_Tr = self.kv_a_proj_with_mqa(x_TD, run.reuse_linear).split(
             (self.kv_b_proj.in_features, self.rope), dim=-1
         )
-        k_rope_Tr = rotary(k_rope_Tr[:, None], *tables, self.pairs)[:, 0]
-        (latent,) = run.remember(self.layer, torch.cat((self.kv_a_layernorm(latent_Tc), k_rope_Tr), dim=-1))
+        k_rope_Tr = rotary(k_rope_Tr[:, None], *run.tables(), self.pairs)[:, 0]
+        return torch.cat((self.kv_a_layernorm(latent_Tc), k_rope_Tr), dim=-1)
 
-        attend = self.expanded if run.latent == "expanded" else self.absorbed
-        return self.o_proj(attend(q_THd, latent, run).flatten(1), run.reuse_linear)
+    def attended(self, q_THd: Tensor, latent: Tensor, run: Pass, attend: Attend) -> Tensor:
+        """o_proj(attention) -> [T, D]. attend: of queries, keys and values at a scale, as run.attend."""
+        form = self.expanded if run.latent == "expanded" else self.absorbed
+        return self.o_proj(form(q_THd, latent, run, attend).flatten(1), run.reuse_linear)
 
-    def expanded(self, q_THd: Tensor, latent_TC: Tensor, run: Pass) -> Tensor:
+    def expanded(self, q_THd: Tensor, latent_TC: Tensor, run: Pass, attend: Attend) -> Tensor:
         """Expand keys and values of every token from its latent, C = [c | r], once. -> [T, H, v]."""
         latent_Tc, k_rope_Tr = latent_TC.split((self.kv_b_proj.in_features, self.rope), dim=-1)
         k_nope, v = (
@@ -100,9 +120,9 @@ class MLA(Block):
         )
         run.unrotated(q_THd, k_nope, self.nope)
         k = torch.cat((k_nope, k_rope_Tr[:, None].expand(-1, self.num_heads, -1)), dim=-1)
-        return run.attend(q_THd, k, v, self.scale)
+        return attend(q_THd, k, v, self.scale)
 
-    def absorbed(self, q_SHd: Tensor, latent_SNC: Tensor, run: Pass) -> Tensor:
+    def absorbed(self, q_SHd: Tensor, latent_SNC: Tensor, run: Pass, attend: Attend) -> Tensor:
         """Attention of one query per sequence, in the space of the latents. -> [S, H, v].
 
             q · (W_k latent) = (W_kᵀ q) · latent,      Σ p (W_v latent) = W_v Σ p latent
@@ -128,7 +148,7 @@ class MLA(Block):
         q_SHC = torch.cat((q_HSc.transpose(0, 1).to(q_rope_SHr.dtype), q_rope_SHr), dim=-1)
         kv_SN1C = latent_SNC[:, :, None]
         o_HSc = (
-            run.attend(q_SHC, kv_SN1C, kv_SN1C, self.scale)[..., : self.kv_b_proj.in_features]
+            attend(q_SHC, kv_SN1C, kv_SN1C, self.scale)[..., : self.kv_b_proj.in_features]
             .transpose(0, 1)
             .to(dtype)
         )
@@ -147,7 +167,7 @@ class MLA(Block):
         program, tables = to.program, to.tables("")
         assert tables is not None
         sizes = Latent(self.num_heads, self.nope, self.rope, self.value, self.kv_b_proj.in_features)
-        (store,) = to.stores(self.layer)
+        store, *_ = to.stores(self.layer)
         pairing = PAIRINGS[self.pairs]
         latent = self.kv_a_proj_with_mqa.record(to, x)
         q = self._record_query(to, x)
@@ -208,13 +228,6 @@ class MLA(Block):
             A_Rc, B_OR, scale = self.kv_b_proj.adapter.factors()
             products.append(((B_OR * scale).unflatten(0, (self.num_heads, -1)), A_Rc))
         return products
-
-    def _query(self, x_TD: Tensor, run: Pass) -> Tensor:
-        if self.q_proj is not None:
-            return self.q_proj(x_TD, run.reuse_linear)
-        assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
-        low_rank = self.q_a_layernorm(self.q_a_proj(x_TD, run.reuse_linear))
-        return self.q_b_proj(low_rank, run.reuse_linear)
 
 
 def _right(x_HSq: Tensor, in_qc: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unfreeze.kernels.choice.choose import by_record
@@ -80,3 +81,24 @@ class PlainRMSNorm(RMSNorm):
 
     def reset(self) -> None:
         """Do nothing: it has no weight."""
+
+
+class LayerNorm(Block):
+    """y = weight · (x - mean(x)) / sqrt(var(x) + eps) + bias. x [..., D] -> [..., D]."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        self.size, self.eps = size, eps
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return F.layer_norm(x_TD, (self.size,), self.weight, self.bias, self.eps)
+
+    def reset(self) -> None:
+        """Set the weight to 1 and the bias to 0."""
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)

@@ -27,6 +27,7 @@ from unfreeze.kernels.packed_attention import packed_attention
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.kernels.recurrence import Rule, Segments, final_states, packed_recurrence, recurrence_step
 from unfreeze.kernels.short_conv import conv_step, packed_conv, tail_of
+from unfreeze.kernels.sparse_attention import Index, attend_selected, index_scores, select
 from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
 from unfreeze.models.blocks.cache import Cache
 from unfreeze.models.blocks.residency import RESIDENT, Residency
@@ -53,6 +54,7 @@ class PackedPass:
     boundary   keeps the input of a recomputed layer
     taps       collects the tensors that an objective requests from the layer being visited; None: none
     routes     experts given to the tokens, per MoE layer: int [T, K], negative where the layer chooses itself
+    chosen     the keys that layers chose for their tokens and that later layers use too (blocks/sparse.py)
     """
 
     cos_Tr: Tensor
@@ -65,7 +67,15 @@ class PackedPass:
     boundary: Boundary = ON_DEVICE
     taps: LayerTaps | None = None
     routes: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
+    chosen: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     latent: ClassVar[LatentForm] = "expanded"
+    caches: ClassVar[bool] = False
+    """True if `remember` stores what it gets."""
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a token may see, itself included."""
+        return self.layout.longest
 
     @contextmanager
     def visiting(self, saved: Saved, taps: LayerTaps | None = None) -> Iterator[None]:
@@ -179,6 +189,20 @@ class PackedPass:
             reuse=self.reuse_expensive,
         )
 
+    def select(self, index: Index, keys: int) -> Tensor:
+        """The best `keys` keys of every token, as attend_selected takes them."""
+        return select(index, self.layout, keys)
+
+    def attend_selected(
+        self, q_THd: Tensor, k_THd: Tensor, v_THv: Tensor, scale: float, chosen_TK: Tensor
+    ) -> Tensor:
+        """Attention of every token to the chosen keys of its own document."""
+        if self.taps is not None:
+            self.taps.put("q", q_THd)
+            self.taps.put("k", k_THd)
+            self.taps.put("v", v_THv)
+        return attend_selected(q_THd, k_THd, v_THv, self.layout, scale, chosen_TK, reuse=self.reuse_expensive)
+
 
 @dataclass
 class PrefillPass(PackedPass):
@@ -187,6 +211,7 @@ class PrefillPass(PackedPass):
     cache: Cache = field(kw_only=True)
     rows_T: Tensor = field(kw_only=True)
     positions_T: Tensor = field(kw_only=True)
+    caches: ClassVar[bool] = True
 
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         self.cache.write(layer, self.rows_T, self.positions_T, new)
@@ -232,6 +257,7 @@ class StepPass:
     rows_T: Tensor
     positions_T: Tensor
     named: Mapping[str, Tables] = field(default_factory=dict)
+    chosen: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def reuse(self, compute: Callable[[], Value]) -> Value:
         return compute()
@@ -239,8 +265,9 @@ class StepPass:
     def unrotated(self, q_THd: Tensor, k_TGd: Tensor, width: int | None = None) -> None:
         """As in PackedPass; a step has no taps."""
 
-    reuse_expensive = reuse_linear = skip_unread = None
+    reuse_expensive = reuse_linear = skip_unread = taps = None
     latent: ClassVar[LatentForm] = "absorbed"
+    caches: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.longest = max(self.cache.lengths) + 1
@@ -320,6 +347,26 @@ class StepPass:
         seen_S11N = self.mask_of(mask)
         if softcap is not None or sinks_H is not None:
             return _one_query(q_SGJd, k_SGNd, v_SGNv, scale, seen_S11N, softcap, sinks_H).flatten(1, 2)
+        o_SGJv = F.scaled_dot_product_attention(q_SGJd, k_SGNd, v_SGNv, attn_mask=seen_S11N, scale=scale)
+        return o_SGJv.flatten(1, 2)
+
+    def select(self, index: Index, keys: int) -> Tensor:
+        """The cached positions of the best `keys` keys, [S, K]; a row that has fewer has its last repeated.
+
+        index: of the new tokens; its keys are all cached ones, [S, N, i].
+        """
+        scores_SN = index_scores(index.q_TJi[:, None], index.w_TJ[:, None], index.k_Ti, index.scale)[:, 0]
+        scores_SN = scores_SN.masked_fill(~self.allowed(CAUSAL)[:, 0, 0], -torch.inf)
+        return scores_SN.topk(keys, dim=-1, sorted=False).indices.minimum(self.positions_T[:, None])
+
+    def attend_selected(
+        self, q_SHd: Tensor, k_SNGd: Tensor, v_SNGv: Tensor, scale: float, chosen_SK: Tensor
+    ) -> Tensor:
+        """Attention of the new tokens to the chosen positions of their rows."""
+        seen_SN = torch.zeros(k_SNGd.shape[:2], dtype=torch.bool, device=k_SNGd.device)
+        seen_S11N = seen_SN.scatter_(1, chosen_SK, True)[:, None, None]
+        q_SGJd = q_SHd.unflatten(1, (k_SNGd.shape[2], -1))
+        k_SGNd, v_SGNv = k_SNGd.transpose(1, 2), v_SNGv.transpose(1, 2)
         o_SGJv = F.scaled_dot_product_attention(q_SGJd, k_SGNd, v_SGNv, attn_mask=seen_S11N, scale=scale)
         return o_SGJv.flatten(1, 2)
 

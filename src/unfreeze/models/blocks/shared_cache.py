@@ -36,6 +36,10 @@ class SharedCache(Cache):
         every = [store for tensors in self.prompts.values() for store in tensors]
         return super().nbytes + sum(store.nbytes for store in (*every, *self.prompt_routes.values()))
 
+    @property
+    def positions(self) -> int:
+        return self.longest + self.capacity
+
     def own(self, row: int) -> int:
         return self.lengths[row] - self.shared_of(row)
 

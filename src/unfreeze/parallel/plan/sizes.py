@@ -9,6 +9,7 @@ from torch import nn
 from unfreeze.config.lora import LoraConfig
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.bytes import AttentionShape, Block
+from unfreeze.models.indexers import sparse_layers
 from unfreeze.models.targets import largest_per_rank, per_rank
 from unfreeze.parallel.placement.peers import rest_bytes
 from unfreeze.parallel.placement.residency import bytes_of_expert, come_whole, streamed_bytes
@@ -41,6 +42,7 @@ class Sizes:
     cached          bytes of one position of one row of the KV cache
     state           bytes of a row of the cache that do not grow with its positions
     attention       of each kind of layer
+    choosing        layers whose indexer chooses keys, and those of them whose choice later layers use too
     largest_layer   weights of the largest layer
     ends            weights outside of layers: embedding, last norm and head
     streamed        bytes of routed experts in each layer that has some: what can be offloaded
@@ -75,6 +77,7 @@ class Sizes:
     cached: int = 0
     state: int = 0
     attention: tuple[AttentionShape, ...] = ()
+    choosing: tuple[int, int] = (0, 0)
     streamed: tuple[int, ...] = ()
     rest: tuple[int, ...] = ()
     of_expert: tuple[tuple[int, ...], ...] = ()
@@ -91,9 +94,26 @@ class Sizes:
             0 if rank is None else self.dense_per_rank * rank + self.experts_per_rank * (experts_rank or rank)
         )
 
+    def chosen_keys(self, tokens: int, length: int, *, recomputed: bool) -> int:
+        """Return the bytes of the keys chosen for `tokens`, in documents of up to `length`; int32 each.
+
+        Backward needs those of all layers. If layers are recomputed, it needs those that later layers use
+        too, and those of the layer it has reached.
+        """
+        keys, (every, followed) = max((shape.keys or 0 for shape in self.attention), default=0), self.choosing
+        if not 0 < keys < length:
+            return 0
+        return 4 * tokens * keys * (max(1, followed) if recomputed else every)
+
     def largest_factor(self, rank: int, experts_rank: int | None) -> int:
         """Return the number of elements in an adapter's largest tensor."""
         return max(self.dense_largest * rank, self.experts_largest * (experts_rank or rank))
+
+
+def choosing(model: Decoder) -> tuple[int, int]:
+    """As Sizes.choosing."""
+    sparse = sparse_layers(model).values()
+    return sum(part.indexer is not None for part in sparse), sum(part.followed for part in sparse)
 
 
 def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Sizes:
@@ -136,6 +156,7 @@ def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") 
         cached=model.cache_bytes(),
         state=model.state_bytes(),
         attention=tuple({layer.attention for layer in layers if layer.attention}),
+        choosing=choosing(model),
         streamed=tuple(streamed_bytes(model.layers)),
         rest=tuple(rest_bytes(model.layers)),
         of_expert=tuple(bytes_of_expert(model.layers)),

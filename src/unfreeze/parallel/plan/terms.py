@@ -20,6 +20,7 @@ from unfreeze.checkpoint.stream import CHUNK, THREADS
 from unfreeze.core.layout import Layout
 from unfreeze.kernels.attention.by_blocks import scratch_bytes
 from unfreeze.kernels.attention.workspace import workspace_bytes
+from unfreeze.kernels.sparse_attention import selected_bytes
 from unfreeze.models.blocks.bytes import AttentionShape
 from unfreeze.parallel.answers import Answers
 from unfreeze.parallel.machine import Hardware
@@ -197,6 +198,8 @@ def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
         parts = [part_bytes(layer, work.processes) for layer in sizes.rest]
         base += sum(parts) - sum(sizes.rest)
         gathered = buffer_bytes([work.processes * part for part in parts])
+    recomputed, longest = layout.recompute != "nothing", work.longest or work.tokens
+    chosen = sizes.chosen_keys(work.tokens, longest, recomputed=recomputed)
     return Plan(
         terms={
             "base": base,
@@ -208,6 +211,7 @@ def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
             **({"projections": int(learnt * (8 + MOMENT_BYTES[work.optimizer_moments]))} if learnt else {}),
             "batch and rotary tables": work.tokens * (BATCH_BYTES + sizes.tables),
             **worst,
+            **({"chosen keys": chosen} if chosen else {}),
             "expert workspace": max(sizes.workspace + cast, work.aside.workspace if work.aside else 0),
             "attention workspace": _attention(sizes, work, hardware.kind),
         },
@@ -439,7 +443,9 @@ def _attention(sizes: Sizes, work: Work, kind: str) -> int:
     threads = work.threads or torch.get_num_threads()
 
     def sized(shape: AttentionShape) -> int:
-        *widths, window, by_blocks, _ = shape
+        *widths, window, by_blocks, _, keys = shape
+        if keys is not None and keys < length:
+            return selected_bytes(shape.heads, shape.width, shape.value_width, length)
         narrower = window is not None and window < length
         if by_blocks or narrower:
             return scratch_bytes(
