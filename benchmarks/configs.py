@@ -72,6 +72,14 @@ SIZES: dict[str, Any] = {
     "index_n_heads": 16,  # with few heads many scores are 0, and the best are not one choice
     "index_head_dim": 16,
     "initializer_range": 0.2,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 12,
+    "full_attention_interval": 2,
+    "ssm_state_size": 12,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 10,
+    "moe_latent_size": 32,
+    "moe_shared_expert_intermediate_size": 40,
 }
 FIRST_AND_LAST = ("mlp_layer_types", "indexer_types")
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -80,6 +88,11 @@ OTHER: dict[str, Any] = {
     "dtype": "float32",
     "model_type": "t5",
     "hidden_act": "gelu",
+    "mlp_hidden_act": "gelu",
+    "mamba_hidden_act": "gelu",
+    "hybrid_override_pattern": "M*-E",
+    "layers_block_type": ["attention", "moe", "mamba"],
+    "time_step_limit": [0.2, 0.5],
     "scoring_func": "softmax",
     "topk_method": "greedy",
     "architectures": ["MistralForCausalLM"],
@@ -180,6 +193,13 @@ class Change:
 ABSENT = object()
 
 
+def repair(model: torch.nn.Module) -> None:
+    """Nemotron-H of transformers 5.23 clamps dt at time_step_min, not at its time_step_limit (its #48989)."""
+    for mixer in model.modules():
+        if type(mixer).__name__ == "NemotronHMamba2Mixer":
+            mixer.time_step_limit = tuple(min(limit, 3e38) for limit in mixer.config.time_step_limit)
+
+
 def tiny(config: dict[str, Any]) -> dict[str, Any]:
     """All fields of a config but its sizes, which become small; quantization is left out, since weights here
     are random and dense."""
@@ -198,8 +218,19 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
     small |= {  # layer_types and its like, an entry per layer
         name: value[: SIZES["num_hidden_layers"]]
         for name, value in text.items()
-        if isinstance(value, list) and len(value) == text["num_hidden_layers"]
+        if isinstance(value, list) and len(value) == text.get("num_hidden_layers")
     }
+    if "linear_attention" in (
+        small.get("layer_types") or ()
+    ):  # transformers' cache needs attention somewhere
+        small["layer_types"] = [*small["layer_types"][:-1], "full_attention"]
+    for name in ("hybrid_override_pattern", "layers_block_type"):  # Nemotron-H: a layer of each kind
+        if text.get(name):
+            kinds = list(dict.fromkeys(text[name]))
+            small[name] = "".join(kinds) if isinstance(text[name], str) else kinds
+            small["num_hidden_layers"] = len(kinds)
+    if text.get("mamba_d_head"):
+        small["mamba_d_head"] = text.get("mamba_expand", 2) * SIZES["hidden_size"] // SIZES["mamba_n_heads"]
     # releases begin with several layers of the first kind: three layers would have no other
     small |= {
         name: [*small[name][:1], text[name][-1], *small[name][:1]]
@@ -347,6 +378,7 @@ class Bench:
             ]
             if missing or info["mismatched_keys"]:
                 return f"{len(missing) + len(info['mismatched_keys'])} tensors don't fit"
+            repair(model)
             with torch.no_grad():
                 return model.eval()(torch.tensor([TOKENS]))[0][0].float()
         except Exception as error:

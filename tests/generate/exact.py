@@ -57,7 +57,8 @@ HERE = """llama-3-rope-biases qwen2-untied-yarn qwen3 mistral-window ministral-m
     granitemoe-biases-tied llama4-text mistral4 mimo-v2-flash
     deepseek-v32 glm-moe-dsa-shared
     qwen3-vl-moe-mixed-tied gemma4-experts kimi-linear
-    lfm2-biases-untied lfm2-moe qwen3-next qwen3.5 qwen3.5-moe""".split()
+    lfm2-biases-untied lfm2-moe qwen3-next qwen3.5 qwen3.5-moe
+    granite4 granite4-dense-rotated-limits-tied nemotron-h nemotron-h-latent-groups-limits""".split()
 """One case of every family in each run of the suite; the others of tests/models nightly."""
 
 ONE_MORE = ("Gemma2", "Gemma3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")

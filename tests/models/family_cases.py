@@ -5,6 +5,7 @@ import re
 import cases_dense
 import cases_hybrid
 import cases_kimi_lfm2
+import cases_mamba
 import cases_moe
 import torch
 import transformers
@@ -13,7 +14,7 @@ from family_case import SMALL, Case
 from unfreeze import models
 from unfreeze.core.batch import Batch
 
-_FILES = (cases_dense, cases_moe, cases_hybrid, cases_kimi_lfm2)
+_FILES = (cases_dense, cases_moe, cases_hybrid, cases_kimi_lfm2, cases_mamba)
 CASES = {name: case for file in _FILES for name, case in file.CASES.items()}
 CONFIGS = {name: config for file in _FILES for name, config in file.CONFIGS.items()}
 
@@ -37,12 +38,17 @@ def randomized(model_class, config):
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = model_class(config).float().eval()
+    for mixer in model.modules():  # huggingface/transformers#48989: it clamps dt at time_step_min instead
+        if type(mixer).__name__ == "NemotronHMamba2Mixer":
+            mixer.time_step_limit = tuple(min(limit, 3e38) for limit in config.time_step_limit)
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in key or key.endswith(("router.scale", "per_expert_scale", "layer_scalar")):
                 tensor.copy_(1 + 0.3 * torch.randn_like(tensor))
             elif key.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(0.2 * torch.randn_like(tensor))
+            elif key.endswith((".A_log", ".dt_bias", ".D")):  # of Mamba-2: log(1 to heads), ones, ones
+                tensor.mul_(0.3).add_(0.5 * torch.randn_like(tensor))
             elif key.endswith(".bias"):
                 tensor.copy_(0.1 * torch.randn_like(tensor))
     return model

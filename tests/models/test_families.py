@@ -6,6 +6,7 @@ from pathlib import Path
 
 import cases_hybrid
 import cases_kimi_lfm2
+import cases_mamba
 import pytest
 import torch
 from family_case import YARN
@@ -74,7 +75,7 @@ def test_logits_and_gradients_equal_transformers(name):
 
 
 @pytest.mark.parametrize("recompute", [models.plain, models.selective])
-@pytest.mark.parametrize("name", [*cases_hybrid.CASES, *cases_kimi_lfm2.CASES])
+@pytest.mark.parametrize("name", [*cases_hybrid.CASES, *cases_kimi_lfm2.CASES, *cases_mamba.CASES])
 def test_a_hybrid_equals_transformers_over_several_chunks(name, recompute):
     """Documents of several chunks and segments of the recurrence, and short ones beside them."""
     draw = torch.Generator().manual_seed(3)

@@ -36,6 +36,7 @@ PROVED = {  # model_type -> formats, each by the test of this folder that compar
     "mixtral": ("AWQ", "GPTQ"),
     "phi3": ("AWQ", "GPTQ"),
     "gpt_oss": ("MXFP4",),
+    "nemotron_h": ("NVFP4",),
 }
 
 

@@ -5,6 +5,7 @@ import re
 import warnings
 from itertools import chain
 
+import cases_mamba
 import cases_moe
 import peft
 import pytest
@@ -14,6 +15,8 @@ from safetensors.torch import load_file
 
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, Receipt, attach, load_adapter, save_adapter, sites, verify_adapter
+from unfreeze.adapters.layouts import dropped
+from unfreeze.adapters.readers import PEFT
 from unfreeze.adapters.receipt import check
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.checkpoint.nested import name_on_disk
@@ -29,7 +32,7 @@ FIRST: dict[tuple[str, bool], str] = {}  # of each config class; Gemma 4's, with
 for _name, _case in CASES.items():
     FIRST.setdefault((_case.config_class, _name in cases_moe.CASES), _name)
 KINDS = sorted(FIRST.values())
-WITH_EXPERTS = {*cases_moe.CASES, "kimi-linear", "lfm2-moe"}
+WITH_EXPERTS = {*cases_moe.CASES, *cases_mamba.CASES, "kimi-linear", "lfm2-moe"}
 AS_PUBLISHED = {"qwen3-vl-moe"}  # written with experts as published, which transformers turns round
 AS_RELEASED = {  # a dense layer's MLP has the release's name, which transformers reads and does not write
     "kimi-linear": lambda key: re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", key)
@@ -169,6 +172,8 @@ def test_peft_over_transformers_gives_our_logits(name, released, tmp_path):
     model, manifest = opened(released(name)[1])
     bare = model.logits(model.hidden(batch_of(DOCUMENTS))).detach()
     attach(model, LORA, seed=0)
+    for module in dropped(model, PEFT):
+        model.get_submodule(module).adapter = None
     with torch.no_grad():
         for index, site in enumerate(sites(model)):
             generator = torch.Generator().manual_seed(index)
@@ -201,7 +206,10 @@ def test_the_per_expert_layout_names_experts_as_the_files_do_or_is_refused(name,
         assert not any(key.endswith(".mlp.experts.0.gate_proj") for key in stored)
         return
     names = {key.split(".lora_")[0] for key in load_file(tmp_path / "adapter_model.safetensors")}
-    assert {name.removeprefix("base_model.model.") for name in names} <= stored
+    # Nemotron-H's files say backbone where transformers, peft and vLLM say model
+    assert {name.partition(".layers.")[2] for name in names} <= {
+        key.partition(".layers.")[2] for key in stored
+    }
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -228,11 +236,14 @@ def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, re
         counted = layer.bytes(torch.float32, "cpu")
         said, shape = counted.held * T, counted.attention
         del y_TD
-        if shape is None:  # a recurrence: also a state per segment, which the plan leaves out
+        mixer = layer.attention
+        if recurrent := mixer.state_bytes(torch.float32):
+            # also a state per segment, which the plan leaves out
             windows = [part for part in layer.modules() if isinstance(part, ShortConv)]
-            state, *taps = (part.state_bytes(torch.float32) for part in (layer.attention, *windows))
-            said += sum(segment.documents for segment in run.segments.each[1:]) * (state - sum(taps))
-        elif shape.window is None and not shape.by_blocks:  # torch's own attention repeats keys and values
+            state = recurrent - sum(part.state_bytes(torch.float32) for part in windows)
+            said += sum(segment.documents for segment in run.segments.each[1:]) * state
+        elif shape is not None and shape.window is None and not shape.by_blocks:
+            # torch's own attention repeats keys and values
             said += 4 * T * (shape.heads - shape.key_heads) * (shape.width + shape.value_width)
         # beyond what is said: the rows' tokens and weights, and the adapters' thin products
         assert 0.97 <= held / said <= 1.12, (type(layer.mlp).__name__, held / said)

@@ -3,6 +3,7 @@ seed."""
 
 import pytest
 import torch
+from cases_mamba import NEMOTRON
 
 from unfreeze import models
 
@@ -62,3 +63,19 @@ def test_the_seed_decides_and_the_dtype_only_rounds():
     assert not torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
     half = dict(made(1, torch.bfloat16).named_parameters())
     assert all(torch.equal(half[name], one[name].to(half[name].dtype)) for name in one)
+
+
+def test_a_decay_is_drawn_as_mamba_2s_and_given_to_put_like_all_others():
+    """put: a process that holds a part of each weight stores its rows itself."""
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "model_type": "nemotron_h"}
+    model = models.build(models.shape({**NEMOTRON, **sizes}), dtype=torch.float32, device="cpu")
+    models.initialize(model, 0)
+    decay, own = model.layers[0].mixer.decay, dict(model.named_parameters())
+    step = torch.nn.functional.softplus(decay.dt_bias)
+    assert float(step.min()) >= 9e-4 and float(step.max()) <= 0.11 and torch.equal(decay.D, torch.ones(8))
+    assert float(decay.A_log.exp().min()) >= 1 and float(decay.A_log.exp().max()) <= 16
+
+    put = {}
+    models.initialize(model, 0, lambda name, values: put.setdefault(name, values))
+    assert all(torch.equal(own[name], values) for name, values in put.items())
+    assert {f"model.layers.0.mixer.decay.{name}" for name in ("A_log", "dt_bias", "D")} <= put.keys()

@@ -45,10 +45,32 @@ from unfreeze.train.step import StepResult, train_step
 from unfreeze.train.together import save_together
 
 FAMILIES = ("deepseek_v3", "llama")  # a mixture with a head of its own; dense, with a tied head
+HYBRID = "nemotron_h"  # a decay that stays in float32, experts of one matrix; two steps only
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STEPS = 10
 UP_TO_2_11 = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
 """Collectives that torch 2.12 renamed."""
+NEMOTRON = {
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
+    **{name: small.CONFIG[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "rope_theta")},
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "ME*-",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "ssm_state_size": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_latent_size": 24,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+}
 LLAMA = (  # of CONFIG's fields those that a Llama has
     "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
     " rms_norm_eps rope_theta max_position_embeddings initializer_range dtype"
@@ -57,13 +79,15 @@ LLAMA = (  # of CONFIG's fields those that a Llama has
 
 def checkpoint(folder: Path, family: str, skewed: bool = False) -> Path:
     """A model of `family` as files. skewed: its router sends every token to experts 0 and 1."""
-    model = small.decoder(family)
+    model = small.decoder(family, NEMOTRON if family == HYBRID else {})
     if skewed:
         starve(model, awake=2)
     config = {**small.CONFIG, "dtype": "float32"}
     if family == "llama":
         config = {name: value for name, value in config.items() if name in LLAMA}
         config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    elif family == HYBRID:
+        config = {**NEMOTRON, "dtype": "float32"}
     rules, tied = models.rules(model.shape), models.tied(model.shape)
     kept = ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)
     save_checkpoint(folder, config, disk_tensors(kept, rules))
@@ -175,13 +199,13 @@ def asked_first(folder: Path, group: Group) -> list[float]:
 def compared(folder: Path, group: Group) -> dict[str, Any]:
     """What these processes find: losses, norms, loads, collectives of each step; and the first gradients."""
     facts: dict[str, Any] = {"asked first": asked_first(folder, group)}
-    for family in FAMILIES:
+    for family in (*FAMILIES, HYBRID):
         for kind, dtype in DTYPES.items():
             stats: list[Any] = []
             model, held = opened(folder / family, group, dtype, stats)
             optimizer = AdamW(model, held=held, weight_decay=0.1)
             results, calls = [], []
-            for number in range(STEPS):
+            for number in range(STEPS if family != HYBRID else 2):
                 batches = small.cut(8, False) if number % 2 else small.cut(4, True)  # a document each
                 calls.append([])
                 with counted(calls[-1]):
@@ -258,7 +282,7 @@ def made_late(folder: Path, group: Group) -> dict[str, Any]:
 
 
 def work(folder: Path) -> dict[str, Any]:
-    for family in FAMILIES:
+    for family in (*FAMILIES, HYBRID):
         checkpoint(folder / family, family)
     checkpoint(folder / "skewed", "deepseek_v3", skewed=True)
     facts = {"1": [json.loads(json.dumps(compared(folder, ALONE)))]}

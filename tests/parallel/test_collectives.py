@@ -96,10 +96,11 @@ def cut(pieces: int, packed: bool) -> list[Batch]:
     return [pack(examples[i : i + size]) for i in range(0, len(examples), size)]
 
 
-def decoder(family: str = "deepseek_v3") -> models.Decoder:
+def decoder(family: str = "deepseek_v3", config: dict[str, Any] | None = None) -> models.Decoder:
+    """A random model of CONFIG, or of another config."""
     llama = {"model_type": "llama", "tie_word_embeddings": True}
     model = models.build(
-        models.shape(CONFIG if family == "deepseek_v3" else {**CONFIG, **llama}),
+        models.shape(config or (CONFIG if family == "deepseek_v3" else {**CONFIG, **llama})),
         dtype=torch.float32,
         device="cpu",
     )

@@ -30,6 +30,7 @@ from unfreeze.parallel.plan.layouts import Facts, layouts
 from unfreeze.parallel.processes.collectives import ALONE
 
 FAMILIES = ("deepseek_v3", "llama")
+HYBRID = "nemotron_h"  # two steps only
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def furthest(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, HYBRID])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_all_gradients_are_one_processs(runs, family: str, kind: str):
     """bfloat16 too: backward's gradients are the same, and both sum them in float32."""
@@ -80,6 +81,14 @@ def test_ten_losses_and_norms_are_one_processs(runs, family: str):
     assert furthest(expected["losses"], two["losses"]) <= 1e-5 and len(two["losses"]) == 10
     assert furthest(expected["norms"], two["norms"]) <= 1e-5
     assert two["loads"] == expected["loads"]
+
+
+def test_two_steps_of_a_hybrid_are_one_processs(runs):
+    facts = runs[1]
+    one, two = (facts[n][0][f"{HYBRID} float32"] for n in ("1", "2"))
+    for name in ("losses", "norms"):
+        assert furthest(one[name], two[name]) <= 1e-5 and len(two[name]) == 2
+    assert two["loads"] == one["loads"] and two["losses"][1] < two["losses"][0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

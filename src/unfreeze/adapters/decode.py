@@ -20,6 +20,7 @@ from unfreeze.adapters.names import in_ours, keys_in_ours, swapped
 from unfreeze.checkpoint import nested
 from unfreeze.config.adapter import named_parameters, rank_and_scale
 from unfreeze.core.errors import AdapterError, nearest
+from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.targets import TargetCandidate, candidates
 
@@ -140,15 +141,18 @@ def _fused_projection(
     If both are adapted, peft nests two wrappers, and base_layer is gate_up. If one is, the config names it,
     for this layer or for all, or the shapes decide.
     """
-    if name.endswith(".base_layer"):
-        return "gate_up_proj"
-    named = named_parameters(config, name)
+    site = name.removesuffix(".base_layer")
+    owner = known[site].owner
+    assert isinstance(owner, Experts)
+    if name != site:
+        return owner.first
+    named = named_parameters(config, name, owner.first)
     if len(named) == 1:
         return named.pop()
-    owner: Any = known[name].owner
-    D, I = owner.hidden_size, owner.intermediate_size
-    widths = {half["A"].shape[-1], half["B"].shape[0]}
-    return "gate_up_proj" if not named and widths == {D, 2 * I} and I != D else "down_proj"
+    D, I = owner.hidden_size, owner.before * owner.intermediate_size
+    shape = (half["A"].shape[-1], half["B"].shape[0])
+    first = shape == (D, I) if owner.before == 1 else {*shape} == {D, I}
+    return owner.first if not named and first and owner.intermediate_size != D else "down_proj"
 
 
 def _assemble(
@@ -226,7 +230,7 @@ def _is_swapped(
 def _fused_sizes(candidate: TargetCandidate, projection: str) -> tuple[int, int]:
     owner: Any = candidate.owner
     D, I = owner.hidden_size, owner.intermediate_size
-    return (D, 2 * I) if projection == "gate_up_proj" else (I, D)
+    return (I, D) if projection == "down_proj" else (D, owner.before * I)
 
 
 def _fused(target: Decoded, projection: str, pair: FactorPair, swapped: bool, faults: list[str]) -> None:
@@ -240,8 +244,12 @@ def _fused(target: Decoded, projection: str, pair: FactorPair, swapped: bool, fa
     if (A.shape[2], B.shape[1]) != (in_features, out_features):
         faults.append(_mismatch(f"{target.candidate.name}.{projection}", pair, in_features, out_features))
         return
-    if projection == "gate_up_proj":
-        A, B = _split_gate_up(A, torch.cat(owner.activation.split(B, 1), dim=1))
+    if projection != "down_proj":
+        if owner.before == 2:
+            A, B = _split_gate_up(A, torch.cat(owner.activation.split(B, 1), dim=1))
+        else:
+            rank = _used_rank(A, B)
+            A, B = A[:, :rank], B[:, :, :rank]
         target.state.update(gate_up_A=A, gate_up_B=B)
         target.scale = pair.scale
     else:
@@ -282,9 +290,13 @@ def _stacked(
     owner: Any = candidate.owner
     result = Decoded(candidate)
     stacked: dict[str, tuple[Tensor, Tensor, float]] = {}
-    if ("gate_proj" in by_projection) != ("up_proj" in by_projection):
+    names: tuple[str, ...] = owner.activation.projections
+    if not {*by_projection} <= {*names, "down_proj"} or len({*names} & {*by_projection}) not in (
+        0,
+        len(names),
+    ):
         faults.append(
-            f"{candidate.name} has {' and '.join(by_projection)}; gate_proj and up_proj must come together"
+            f"{candidate.name} has {' and '.join(by_projection)}; {' and '.join(names)} must come together"
         )
         return result
     # per projection: every expert has a pair, all of one shape, rank and scale
@@ -313,15 +325,16 @@ def _stacked(
                 torch.stack([p.B for p in ordered]),
                 first.scale,
             )
-    if "gate_proj" in stacked and "up_proj" in stacked:
-        (gate_A, gate_B, result.scale), (up_A, up_B, up_scale) = stacked["gate_proj"], stacked["up_proj"]
-        if (gate_A.shape, result.scale) != (up_A.shape, up_scale):
-            faults.append(f"{candidate.name}: gate_proj and up_proj differ in rank or scale")
+    if all(name in stacked for name in names):
+        pairs = [stacked[name] for name in names]
+        result.scale = pairs[0][2]
+        if len({(A.shape, scale) for A, _, scale in pairs}) > 1:
+            faults.append(f"{candidate.name}: {' and '.join(names)} differ in rank or scale")
             return result
-        rank = max(_used_rank(gate_A, gate_B), _used_rank(up_A, up_B))
+        rank = max(_used_rank(A, B) for A, B, _ in pairs)
         result.state.update(
-            gate_up_A=torch.cat((gate_A[:, :rank], up_A[:, :rank]), dim=1),
-            gate_up_B=torch.cat((gate_B, up_B), dim=1)[:, :, :rank],
+            gate_up_A=torch.cat([A[:, :rank] for A, _, _ in pairs], dim=1),
+            gate_up_B=torch.cat([B for _, B, _ in pairs], dim=1)[:, :, :rank],
         )
     if "down_proj" in stacked:
         A, B, result.down_scale = stacked["down_proj"]

@@ -188,7 +188,7 @@ def _per_expert_entries(adapted: list[Site], model: nn.Module, reader: Reader | 
         check_per_expert(model, site.name)
         pairs = projections(adapter)
         if reader and reader.experts_whole:
-            pairs |= _zero_projections(pairs)
+            pairs |= _zero_projections(pairs, (*adapter.names, "down_proj"))
         for projection, (A, B, scale) in pairs.items():
             names = [f"{site.name}.{e}.{projection}" for e in range(A.shape[0])]
             entries += [
@@ -216,14 +216,14 @@ def _zero_siblings(entries: list[Entry], model: nn.Module, reader: Reader) -> li
 
 
 def _zero_projections(
-    there: Mapping[str, tuple[Tensor, Tensor, float]],
+    there: Mapping[str, tuple[Tensor, Tensor, float]], every: tuple[str, ...]
 ) -> dict[str, tuple[Tensor, Tensor, float]]:
     """projection -> a pair of zeros for every expert, for projections without an adapter."""
     (A, B, scale), down = next(iter(there.values())), "down_proj" in there
     # D model width and I expert width, from the shapes of the existing pairs
     D, I = (B.shape[1], A.shape[2]) if down else (A.shape[2], B.shape[1])
     E, R = A.shape[:2]
-    sizes = {"gate_proj": (D, I), "up_proj": (D, I), "down_proj": (I, D)}
+    sizes = {name: (I, D) if name == "down_proj" else (D, I) for name in every}
     return {
         name: (_zeros(E, R, inner), _zeros(E, outer, R), scale)
         for name, (inner, outer) in sizes.items()
@@ -254,8 +254,9 @@ def projections(adapter: ExpertLowRank) -> dict[str, tuple[Tensor, Tensor, float
     """projection -> (A [E, R, in], B [E, out, R], scale) for each adapted projection; views."""
     result: dict[str, tuple[Tensor, Tensor, float]] = {}
     if adapter.gate_up_A is not None and adapter.gate_up_B is not None:
-        (gate_A, up_A), (gate_B, up_B) = adapter.gate_up_A.chunk(2, dim=1), adapter.gate_up_B.chunk(2, dim=1)
-        result["gate_proj"], result["up_proj"] = (gate_A, gate_B, adapter.scale), (up_A, up_B, adapter.scale)
+        parts = len(adapter.names)
+        pairs = zip(adapter.gate_up_A.chunk(parts, 1), adapter.gate_up_B.chunk(parts, 1), strict=True)
+        result |= {name: (A, B, adapter.scale) for name, (A, B) in zip(adapter.names, pairs, strict=True)}
     if adapter.down_A is not None and adapter.down_B is not None:
         result["down_proj"] = (adapter.down_A, adapter.down_B, adapter.down_scale)
     return result
@@ -280,7 +281,15 @@ def _peft_entries(adapted: list[Site], model: nn.Module) -> list[Entry]:
             # peft nests one wrapper per parameter; gate_up is the inner one
             key = f"{site.name}.base_layer" if both else site.name
             entries.append(
-                Entry(key, f"{site.name}.gate_up_proj", True, site.name, adapter.gate_up_A, B, adapter.scale)
+                Entry(
+                    key,
+                    f"{site.name}.{site.owner.first}",
+                    True,
+                    site.name,
+                    adapter.gate_up_A,
+                    B,
+                    adapter.scale,
+                )
             )
         if adapter.down_A is not None and adapter.down_B is not None:
             entries.append(
@@ -304,8 +313,11 @@ def _peft_entries(adapted: list[Site], model: nn.Module) -> list[Entry]:
 def block_diagonal(gate_up_B: Tensor, activation: Activation = SWIGLU) -> Tensor:
     """[E, 2I, R] -> [E, 2I, 2R]: gate's rows use the first R columns, up's the last R.
 
-    So B · [A_gate; A_up] is ΔW / scale, with rows in `activation`'s order, as in the base.
+    So B · [A_gate; A_up] is ΔW / scale, with rows in `activation`'s order, as in the base. Without a gate it
+    is B itself.
     """
+    if len(activation.projections) == 1:
+        return gate_up_B.detach()
     gate, up = gate_up_B.detach().chunk(2, dim=1)
     E, width, R = gate_up_B.shape
     blocks = gate_up_B.new_zeros((E, width, 2 * R))
@@ -339,7 +351,7 @@ def _default(entries: list[Entry]) -> Entry:
     The fused gate_up if there is one, else the most common.
     """
     for entry in entries:
-        if entry.parameter and entry.target.endswith(".gate_up_proj"):
+        if entry.parameter and entry.A.dim() == 3 and not entry.target.endswith(".down_proj"):
             return entry
     commonest = Counter((entry.rank, entry.alpha) for entry in entries).most_common(1)[0][0]
     return next(entry for entry in entries if (entry.rank, entry.alpha) == commonest)

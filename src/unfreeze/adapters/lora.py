@@ -55,10 +55,10 @@ class LowRank(nn.Module):
 class ExpertLowRank(nn.Module):
     """Separate A and B for gate, up and down of every expert.
 
-    A pair is None if its projection is not adapted.
+    A pair is None if its projection is not adapted. names: the matrices before the activation.
 
     gate_up_A  [E, 2R, D], rows 0:R are gate's A, rows R:2R up's
-    gate_up_B  [E, 2I, R], rows 0:I are gate's B, rows I:2I up's
+    gate_up_B  [E, 2I, R], rows 0:I are gate's B, rows I:2I up's; without a gate [E, R, D] and [E, I, R]
     down_A     [E, Rd, I]
     down_B     [E, D, Rd]
     """
@@ -69,6 +69,7 @@ class ExpertLowRank(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
+        names: tuple[str, ...] = ("gate_proj", "up_proj"),
         gate_up_rank: int | None,
         down_rank: int | None,
         scale: float,
@@ -77,6 +78,7 @@ class ExpertLowRank(nn.Module):
     ):
         super().__init__()
         E, D, I = num_experts, hidden_size, intermediate_size
+        self.names = names
         self.gate_up_rank, self.down_rank = gate_up_rank, down_rank
         self.scale, self.down_scale = scale, down_scale
 
@@ -85,8 +87,8 @@ class ExpertLowRank(nn.Module):
                 return None
             return nn.Parameter(torch.zeros(*shape, dtype=torch.float32, device=device))
 
-        self.gate_up_A = parameter(gate_up_rank, E, 2 * (gate_up_rank or 0), D)
-        self.gate_up_B = parameter(gate_up_rank, E, 2 * I, gate_up_rank or 0)
+        self.gate_up_A = parameter(gate_up_rank, E, len(names) * (gate_up_rank or 0), D)
+        self.gate_up_B = parameter(gate_up_rank, E, len(names) * I, gate_up_rank or 0)
         self.down_A = parameter(down_rank, E, down_rank or 0, I)
         self.down_B = parameter(down_rank, E, D, down_rank or 0)
 
@@ -110,7 +112,7 @@ class ExpertLowRank(nn.Module):
         """
         if self.gate_up_A is not None and self.gate_up_B is not None and self.gate_up_rank is not None:
             rank = self.gate_up_rank
-            halves = {"gate_proj": slice(None, rank), "up_proj": slice(rank, None)}
+            halves = {part: slice(at * rank, (at + 1) * rank) for at, part in enumerate(self.names)}
             parts = [
                 (f"{name}.{first + e}.{half}", (e, rows))
                 for e in range(len(self.gate_up_A))

@@ -15,6 +15,7 @@ from unfreeze import models
 from unfreeze.checkpoint import nested
 from unfreeze.checkpoint.keymap import StackRule, disk_module
 from unfreeze.core.errors import AdapterError
+from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.targets import candidates
 
@@ -105,8 +106,12 @@ def check_per_expert(model: nn.Module, site: str) -> None:
     shape = getattr(model, "shape", None)
     if not isinstance(shape, models.Shape):
         return
-    stored = disk_module(f"{site}.gate_up_proj", models.rules(shape))
-    if stored != f"{site}.0.gate_proj":
+    owner = model.get_submodule(site)
+    assert isinstance(owner, Experts)
+    stored = disk_module(f"{site}.{owner.first}", models.rules(shape))
+    ours_0 = f"{site}.0.{owner.activation.projections[0]}"
+    # readers map the part before the layers themselves (vLLM: Nemotron-H's backbone)
+    if stored.partition(".layers.")[2] != ours_0.partition(".layers.")[2]:
         raise AdapterError(
             f"the per-expert layout is not built for model_type {shape.model_type!r}: its releases store"
             f" {stored}, and no reader's names for adapters of such experts are known here",

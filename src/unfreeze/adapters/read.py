@@ -112,6 +112,7 @@ def _put_shell(site: Decoded) -> LowRank | ExpertLowRank:
         len(owner.held),
         owner.hidden_size,
         owner.intermediate_size,
+        names=owner.activation.projections,
         gate_up_rank=state["gate_up_B"].shape[2] if "gate_up_B" in state else None,
         down_rank=state["down_B"].shape[2] if "down_B" in state else None,
         scale=site.scale,

@@ -79,8 +79,15 @@ class Reader:
 PEFT = Reader(
     name="peft",
     version="0.21.2",
-    source="tuners/lora/layer.py, utils/transformers_weight_conversion.py",
+    source="tuners/lora/layer.py, tuners/tuners_utils.py, utils/transformers_weight_conversion.py",
     layout="peft",
+    drops=(
+        Drop(
+            names=("out_proj",),
+            beside=("in_proj", "up_proj"),  # nemotron_h; it takes the adapters of Granite's Mamba layers
+            why="it refuses adapters of out_proj in nemotron_h, because Mamba kernels read the base weight",
+        ),
+    ),
 )
 VLLM = Reader(
     name="vllm",

@@ -169,7 +169,7 @@ def make_receipt(
     """
     over = over or Over()
     groups: Groups = {name: _empty(count) for name, count in _base_parameters(model).items()}
-    sites, squares = _measured(weights, gradient, before, reach, over)
+    sites, squares = _measured(model, weights, gradient, before, reach, over)
 
     # over the processes: add the numbers; a flag of one part is a flag of the site
     numbers = iter(over.sums([number for own in squares.values() for number in own]))
@@ -200,7 +200,12 @@ def make_receipt(
 
 
 def _measured(
-    weights: Mapping[str, Tensor], gradient: Gradient, before: Snapshot, reach: Reach, over: Over
+    model: Decoder,
+    weights: Mapping[str, Tensor],
+    gradient: Gradient,
+    before: Snapshot,
+    reach: Reach,
+    over: Over,
 ) -> tuple[dict[str, ReceiptSite], dict[str, list[float]]]:
     """Gradient and movement of this process's trained parameters: (its sites, its groups).
 
@@ -218,7 +223,8 @@ def _measured(
             if before.kept[name] is not None:  # decay cannot move a zero
                 delta = delta * (g if name in before.full else sample(g)).ne(0)
             own[2] += float(delta.double().square().sum()) / share / copies
-        for site, owner, part in _parts(name, weight if g is None else g):
+        names = _before(model, name) if group == "experts" else ()
+        for site, owner, part in _parts(name, names, weight if g is None else g):
             count, here = len(part), slice(None)
             if group == "experts" and rows is not None:
                 count, here = rows.of, rows.slice
@@ -230,7 +236,7 @@ def _measured(
                 largest = part.flatten(1).abs().amax(1).float()
                 sites[site].had[here] |= largest > 0
                 sites[site].large[here] |= largest >= TINY
-        for site, _, part in _parts(name, delta) if g is not None else ():
+        for site, _, part in _parts(name, names, delta) if g is not None else ():
             here = rows.slice if group == "experts" and rows is not None else slice(None)
             sites[site].moved[here] |= part.flatten(1).ne(0).any(1)
     return sites, squares
@@ -254,18 +260,26 @@ def _count(groups: Groups, sites: Sequence[ReceiptSite]) -> None:
         )
 
 
-def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+def _before(model: Decoder, name: str) -> tuple[str, ...]:
+    """The matrices before the activation, of the experts that own a parameter."""
+    experts = model.get_submodule(f"{name.split('.experts.')[0]}.experts")
+    assert isinstance(experts, Experts)
+    return experts.activation.projections
+
+
+def _parts(name: str, names: Sequence[str], weight: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     """(site, module that computes its output, its elements [E, …] or [1, …]) of a trained parameter.
 
-    Stacked experts have gate and up in one parameter: two sites.
+    Stacked experts have gate and up in one parameter: two sites. names: of the matrices before the
+    activation.
     """
     site = name.split(".adapter.")[0].removesuffix(".weight")
     if group_of(name) != "experts":
         yield site, site.removesuffix(".bias"), weight[None]
         return
     experts, projection = f"{name.split('.experts.')[0]}.experts", name.split(".experts.")[1]
-    if "gate_up" in projection:
-        for part, half in zip(("gate_proj", "up_proj"), weight.chunk(2, dim=1), strict=True):
+    if "down" not in projection:
+        for part, half in zip(names, weight.chunk(len(names), dim=1), strict=True):
             yield f"{experts}.*.{part}", experts, half
     else:
         yield f"{experts}.*.down_proj", experts, weight
@@ -274,7 +288,7 @@ def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, str, Tensor]]:
 def _silent(site: ReceiptSite, model: Decoder, before: Snapshot, over: Over) -> Tensor:
     """Mask of local experts that cannot have a gradient, because another of their matrices is zero.
 
-    Such experts were pruned: each of the three matrices gets its gradient through the other two.
+    Such experts were pruned: each of an expert's matrices gets its gradient through the others.
     """
     pruned = torch.zeros_like(site.reached)
     missing = site.reached & ~site.had
@@ -283,8 +297,8 @@ def _silent(site: ReceiptSite, model: Decoder, before: Snapshot, over: Over) -> 
     name, own = site.name.split(".*.")
     experts = model.get_submodule(name)
     assert isinstance(experts, Experts)
-    others = [part for part in ("gate_proj", "up_proj", "down_proj") if part != own]
-    rows, _ = over.part(f"{name}.{'down' if own == 'down_proj' else 'gate_up'}_proj.weight")
+    others = [part for part in (*experts.activation.projections, "down_proj") if part != own]
+    rows, _ = over.part(f"{name}.{own if own == 'down_proj' else experts.first}.weight")
     held = experts.held if rows is None else rows
     for e in missing.nonzero().flatten().tolist():
         if held.first <= e < held.last:
@@ -295,10 +309,11 @@ def _silent(site: ReceiptSite, model: Decoder, before: Snapshot, over: Over) -> 
 
 def _all_zero(experts: Experts, name: str, part: str, e: int, before: Snapshot) -> bool:
     """True if `part` of expert `e` was zero before the step: its weight, and its adapter."""
-    stack = "down" if part == "down_proj" else "gate_up"
-    if before.kept.get(f"{name}.adapter.{stack}_B") is not None:
+    down, names = part == "down_proj", experts.activation.projections
+    if before.kept.get(f"{name}.adapter.{'down' if down else 'gate_up'}_B") is not None:
         return False
-    trained, held = f"{name}.{stack}_proj.weight", getattr(experts, f"{stack}_proj").value()
+    stack = part if down else experts.first
+    trained, held = f"{name}.{stack}.weight", getattr(experts, stack).value()
     if trained in before.kept:
         before_step = before.kept[trained]
         if before_step is None:
@@ -306,8 +321,8 @@ def _all_zero(experts: Experts, name: str, part: str, e: int, before: Snapshot) 
         weight = before_step[e]
     else:
         weight = held[e] if isinstance(held, Tensor) else held[e].dequantize()
-    if stack == "gate_up":
-        weight = weight.chunk(2)[0 if part == "gate_proj" else 1]
+    if not down:
+        weight = weight.chunk(len(names))[names.index(part)]
     return not bool(weight.any())
 
 

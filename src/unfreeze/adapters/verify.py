@@ -181,9 +181,9 @@ def _fused_product(
     base's order: gate's first, or gate and up in turn (gpt-oss).
     Source: peft 0.21, ParamWrapper.get_delta_weight.
     """
-    stacked = "down_proj" if projection == "down_proj" else "gate_up_proj"
+    stacked = "down_proj" if projection == "down_proj" else experts.first
     both = f"{site}.base_layer.lora_A.weight" in tensors
-    key = f"{site}.base_layer" if both and stacked == "gate_up_proj" else site
+    key = f"{site}.base_layer" if both and stacked == experts.first else site
     used.update((f"{key}.lora_A.weight", f"{key}.lora_B.weight"))
     A, B = tensors[f"{key}.lora_A.weight"].double(), tensors[f"{key}.lora_B.weight"].double()
     own = len(experts.held)
@@ -193,5 +193,5 @@ def _fused_product(
     product = scale * torch.einsum(formula, B, A, V_IN)
     if stacked == "down_proj":
         return product, scale
-    gate, up = experts.activation.split(product, 1)
-    return gate if projection == "gate_proj" else up, scale
+    parts = experts.activation.split(product, 1)
+    return parts[experts.activation.projections.index(projection)], scale

@@ -35,7 +35,7 @@ class MatrixPlace:
     """
 
     site: str
-    projection: str = ""  # "": a linear layer; "gate_up_proj", "down_proj"
+    projection: str = ""  # "": a linear layer; "gate_up_proj" (without a gate "up_proj"), "down_proj"
     expert: int = 0
     half: int | None = None
 
@@ -73,8 +73,11 @@ class Deltas:
         if place.projection == "down_proj":
             return _product(state["down_A"][e], state["down_B"][e], decoded.down_scale)
         # gate's rows of A and B come first, up's last (adapters/lora.py)
-        pairs = zip(state["gate_up_A"][e].chunk(2), state["gate_up_B"][e].chunk(2), strict=True)
+        parts = owner.before
+        pairs = zip(state["gate_up_A"][e].chunk(parts), state["gate_up_B"][e].chunk(parts), strict=True)
         halves = [_product(A, B, decoded.scale) for A, B in pairs]
+        if parts == 1:
+            return halves[0]
         if place.half is not None:
             return halves[place.half]
         both = torch.empty(2 * owner.intermediate_size, owner.hidden_size)
@@ -98,7 +101,10 @@ def _projections(decoded: Decoded) -> tuple[str, ...]:
     """The adapted projections of a site: ("",) for a linear layer."""
     if "A" in decoded.state:
         return ("",)
-    return tuple(name for name in ("gate_up_proj", "down_proj") if f"{name[:-5]}_B" in decoded.state)
+    owner = decoded.candidate.owner
+    assert isinstance(owner, Experts)
+    names = {"gate_up_B": owner.first, "down_B": "down_proj"}
+    return tuple(name for factor, name in names.items() if factor in decoded.state)
 
 
 def _product(A: Tensor, B: Tensor, scale: float) -> Tensor:

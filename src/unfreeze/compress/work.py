@@ -235,7 +235,7 @@ def _homes(work: MergeWork, disk: Mapping[str, TensorInfo]) -> Iterator[tuple[st
             yield _module(source), WeightHome(MatrixPlace(site), shape, None, source.transposed)
             continue
         E, D, I = owner.num_experts, owner.hidden_size, owner.intermediate_size
-        for projection, shape in (("gate_up_proj", (2 * I, D)), ("down_proj", (D, I))):
+        for projection, shape in ((owner.first, (owner.before * I, D)), ("down_proj", (D, I))):
             module = f"{site}.{projection}"
             if work.scheme is not None and work.scheme.stored(module, disk) is not None:
                 yield module, WeightHome(MatrixPlace(site, projection), shape, E)

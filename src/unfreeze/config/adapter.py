@@ -133,8 +133,9 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             whole.setdefault(target, f"{layer}.weight" if as_parameter else layer)
         elif fused:  # the config has peft's rank
             site = layer.removesuffix(".base_layer")
-            alone = named_parameters(config, site) == {"gate_up_proj"}
-            projection = "gate_up_proj" if alone or leaf == "base_layer" else "down_proj"
+            first = first_matrix(config)
+            alone = named_parameters(config, site, first) == {first}
+            projection = first if alone or leaf == "base_layer" else "down_proj"
             parameter = f"{site}.{projection}"
             experts[f"*.experts.{projection}"] = rank_and_scale(config, parameter)[0]
             whole.setdefault(f"*.experts.{projection}", parameter)
@@ -212,12 +213,18 @@ def _header_of(path: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
-def named_parameters(config: Mapping[str, Any], experts: str) -> set[str]:
-    """Subset of gate_up_proj and down_proj of a layer's experts named by target_parameters (peft's rule)."""
+def first_matrix(config: Mapping[str, Any]) -> str:
+    """The stacked matrix before the experts' activation: gate_up_proj, or up_proj without a gate."""
+    targets = config.get("target_parameters") or ()
+    return "up_proj" if any(target.endswith(".experts.up_proj") for target in targets) else "gate_up_proj"
+
+
+def named_parameters(config: Mapping[str, Any], experts: str, first: str = "gate_up_proj") -> set[str]:
+    """Subset of `first` and down_proj of a layer's experts named by target_parameters (peft's rule)."""
     targets = config.get("target_parameters") or ()
     return {
         name
-        for name in ("gate_up_proj", "down_proj")
+        for name in (first, "down_proj")
         if any(f".{experts}.{name}".endswith(f".{target}") for target in targets)
     }
 

@@ -30,6 +30,7 @@ from unfreeze.models import (
     gpt_oss,
     granite,
     granitemoe,
+    granitemoehybrid,
     kimi_linear,
     lfm2,
     lfm2_moe,
@@ -43,6 +44,7 @@ from unfreeze.models import (
     mistral4,
     mixtral,
     nanochat,
+    nemotron_h,
     olmo2,
     olmo3,
     phi3,
@@ -118,6 +120,7 @@ FAMILIES: dict[str, ModuleType] = {
     "gpt_oss": gpt_oss,
     "granite": granite,
     "granitemoe": granitemoe,
+    "granitemoehybrid": granitemoehybrid,
     "kimi_k2": deepseek_v3,
     "kimi_linear": kimi_linear,
     "lfm2": lfm2,
@@ -132,6 +135,7 @@ FAMILIES: dict[str, ModuleType] = {
     "mistral4": mistral4,
     "mixtral": mixtral,
     "nanochat": nanochat,
+    "nemotron_h": nemotron_h,
     "olmo2": olmo2,
     "olmo3": olmo3,
     "phi3": phi3,
@@ -286,7 +290,8 @@ def ignored(shape: Shape) -> Sequence[str]:
 
 def renamed(shape: Shape) -> tuple[tuple[str, str], ...]:
     """Return (our name, transformers' name) for parts of module names where the family's differ."""
-    return getattr(FAMILIES[shape.model_type], "RENAMED", ())
+    family = FAMILIES[shape.model_type]
+    return family.renamed(shape) if hasattr(family, "renamed") else getattr(family, "RENAMED", ())
 
 
 def swapped_by_peft(shape: Shape) -> bool:

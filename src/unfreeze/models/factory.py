@@ -22,6 +22,7 @@ from unfreeze.models.blocks.embedding import Embedding, ScaledEmbedding
 from unfreeze.models.blocks.experts import Experts, ExpertWeight
 from unfreeze.models.blocks.head import Head
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.mamba import Step
 from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.nonlinearity import GATED_SILU, Nonlinearity
 from unfreeze.models.blocks.norm import RMSNorm
@@ -96,6 +97,10 @@ class Factory:
         """As `decay`, with a number per head and key channel."""
         return ChannelDecay(heads, width, device=self.device)
 
+    def step(self, heads: int, limits: tuple[float, float]) -> Step:
+        """As `decay`, of Mamba-2."""
+        return Step(heads, limits, device=self.device)
+
     def mlp(
         self,
         name: str,
@@ -122,7 +127,7 @@ class Factory:
         kind: type[Experts] = Experts,
         activation: Activation = SWIGLU,
     ) -> Experts:
-        gate_up, down_proj = (f"{name}.{projection}" for projection in ("gate_up_proj", "down_proj"))
+        gate_up, down_proj = (f"{name}.{projection}" for projection in (kind.first, "down_proj"))
         codec, down = self.codec_for(gate_up), self.codec_for(down_proj)
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "held": self.held_for(gate_up)}
         experts = kind(
@@ -139,7 +144,7 @@ class Factory:
     def experts_of(self, shape: Shape, name: str, **parts: Any) -> Experts:
         """Routed experts of the MoE layer `name`, with the model's sizes; `parts` as in `experts`."""
         assert shape.moe is not None
-        sizes = shape.moe.num_experts, shape.hidden_size, shape.moe.intermediate_size
+        sizes = shape.moe.num_experts, shape.moe.latent or shape.hidden_size, shape.moe.intermediate_size
         return self.experts(f"{name}.experts", *sizes, **parts)
 
     def router(self, shape: Shape, routing: RoutingRule, kind: type[Router] = Router) -> Router:

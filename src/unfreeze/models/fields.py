@@ -68,7 +68,21 @@ class Of:
         return isinstance(value, self.type)
 
 
-Kind = Whole | Number | Of
+@dataclass(frozen=True)
+class Or:
+    """A kind of value, or one word."""
+
+    kind: Whole
+    word: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}, or {self.word!r}"
+
+    def __call__(self, value: object) -> bool:
+        return value == self.word or self.kind(value)
+
+
+Kind = Whole | Number | Of | Or
 FLAG, TEXT, TABLE, LAYERS, PER_LAYER = (
     Of(bool, "true or false"),
     Of(str, "a text"),
@@ -87,9 +101,7 @@ FIELDS: dict[str, Kind] = {
         (
             "n_routed_experts",
             "num_experts",
-            "num_local_experts",
             "moe_num_experts",
-            "num_experts_per_tok",
             "top_k_experts",
             "moe_k",
             "n_group",
@@ -98,6 +110,9 @@ FIELDS: dict[str, Kind] = {
         Whole(1, COUNT),
     ),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), Whole(1, COUNT)),
+    **dict.fromkeys(
+        ("num_local_experts", "num_experts_per_tok"), Whole(0, COUNT)
+    ),  # Granite 4: 0, no experts
     **dict.fromkeys(
         ("n_shared_experts", "moe_num_shared_experts", "num_nextn_predict_layers", "num_mtp_layers"),
         Whole(0, 1000),
@@ -124,6 +139,20 @@ FIELDS: dict[str, Kind] = {
     "rms_norm_eps": Number(0, closed=True),
     "moe_norm_min": Number(0, closed=True),
     "initializer_range": Number(0, closed=True),
+    **dict.fromkeys(("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_conv"), Whole(1, COUNT)),
+    "mamba_d_head": Or(Whole(1, COUNT), "auto"),
+    "mamba_expand": Whole(1, WIDTH),
+    "shared_intermediate_size": Whole(0, WIDTH),  # MiniMax-M2's is 0
+    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
+    **dict.fromkeys(
+        ("ssm_state_size", "mamba_num_heads", "mamba_head_dim", "n_groups", "conv_kernel"), Whole(1, COUNT)
+    ),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_latent_size"), Whole(1, WIDTH)),
+    "use_conv_bias": FLAG,
+    "layer_norm_epsilon": Number(0, closed=True),
+    "layers_block_type": PER_LAYER,
+    "hybrid_override_pattern": TEXT,
+    "time_step_limit": Of((list, tuple), "a list of two numbers"),
     "routed_scaling_factor": Number(0),
     **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), Number(0)),
     "rotary_dim": Whole(2, COUNT),
@@ -291,6 +320,8 @@ def check_sizes(shape: Shape) -> None:
         experts, chosen = shape.moe.num_experts, shape.moe.experts_per_token
         n_group, topk_group = int(shape.config.get("n_group", 1)), int(shape.config.get("topk_group", 1))
         wrong += [
+            (not experts, "num_local_experts is 0 in a model with experts in every layer"),
+            (not chosen, "num_experts_per_tok is 0; a token needs an expert"),
             (experts % n_group, f"{experts:,} experts don't divide into n_group {n_group:,}"),
             (
                 experts == n_group > 1,
@@ -336,8 +367,9 @@ def check_against_files(shape: Shape, manifest: Manifest) -> None:
     }
     if shape.moe:
         layers = sum(shape.is_moe(layer) for layer in range(L))
-        E, I = shape.moe.num_experts, shape.moe.intermediate_size
-        terms[f"{layers:,} layers x {E:,} experts x 3 matrices of {D:,} x {I:,}"] = layers * E * 3 * D * I
+        E, I, M = shape.moe.num_experts, shape.moe.intermediate_size, shape.moe.matrices
+        D = shape.moe.latent or D
+        terms[f"{layers:,} layers x {E:,} experts x {M} matrices of {D:,} x {I:,}"] = layers * E * M * D * I
     least, tensors = sum(terms.values()) // 2, 6 * L
     if least > ABSURD * manifest.nbytes + SLACK or tensors > ABSURD * len(manifest.tensors) + 100:
         largest = max(terms, key=lambda term: terms[term])

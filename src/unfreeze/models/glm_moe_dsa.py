@@ -91,7 +91,7 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
         shape,
         index,
         make,
-        SparseMLA,
+        kind=SparseMLA,
         chosen_keys=int(shape.config["index_topk"]),
         indexer=deepseek_v32.indexer(shape, index, make, "adjacent") if full else None,
         follows=None if full else max(i for i in range(index) if kinds[i] == FULL),

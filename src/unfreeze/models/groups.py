@@ -22,12 +22,14 @@ GROUPS = (
 )
 
 ROUTER = (
-    r"\.(mlp|moe|block_sparse_moe|feed_forward)\.gate(\.|$)"
+    r"\.(mlp|moe|block_sparse_moe|feed_forward|mixer)\.gate(\.|$)"
     r"|\.(router|shared_expert_gate|moe_statics|e_score_correction_bias|expert_bias)(\.|$)"
 )
 
-MIXERS = {"self_attn", "linear_attn", "conv"}
+ATTENTION = frozenset(("self_attn", "linear_attn", "mamba", "conv"))
 """Attention, and what a hybrid has in its place."""
+MIXERS = frozenset("q_proj k_proj v_proj o_proj in_proj out_proj conv1d decay A_log dt_bias D".split())
+"""Parts of attention and of Mamba-2 in a layer that names all its mixers alike (Nemotron-H)."""
 
 
 def group_of(name: str) -> str:
@@ -37,15 +39,15 @@ def group_of(name: str) -> str:
         return INDEXER
     if any("norm" in part for part in parts) or parts[-1] == "layer_scalar":
         return "norms"
-    if "embed_tokens" in parts:
+    if "embed_tokens" in parts or "embeddings" in parts:
         return "embeddings"
     if "lm_head" in parts:
         return "lm_head"
-    if not MIXERS.isdisjoint(parts):
+    if not ATTENTION.isdisjoint(parts) or ("mixer" in parts and not MIXERS.isdisjoint(parts)):
         return "attention"
     if re.search(ROUTER, name):
         return "router"
-    if "shared_experts" in parts or "shared_expert" in parts:
+    if not {"shared_experts", "shared_expert", "shared_mlp"}.isdisjoint(parts):
         return "shared_experts"
     if "experts" in parts or "input_linear" in parts or "output_linear" in parts:
         return "experts"

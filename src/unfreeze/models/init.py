@@ -43,7 +43,14 @@ def initialize(model: Decoder, seed: int, put: Callable[[str, Tensor], None] | N
                 nn.init.zeros_(parameter)
             else:
                 into_residual = name.endswith(
-                    ("o_proj.weight", "down_proj.weight", "fc2.weight", "out_proj.weight")
+                    (
+                        "o_proj.weight",
+                        "down_proj.weight",
+                        "fc2.weight",
+                        "out_proj.weight",
+                        "output_linear.weight",
+                        "fc2_latent_proj.weight",
+                    )
                 )
                 scale = std / (2 * model.shape.num_layers) ** 0.5 if into_residual else std
                 drawn = torch.randn(parameter.shape, generator=generator) * scale

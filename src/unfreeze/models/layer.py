@@ -22,6 +22,8 @@ class Layer(Block):
     name: that of the attention in checkpoints; "linear_attn" for one with a recurrent state.
     """
 
+    _name = "self_attn"
+
     def __init__(
         self,
         *,
@@ -58,6 +60,32 @@ class Layer(Block):
         sums = Bytes(held=2 * dtype.itemsize * self.input_layernorm.size)
         parts = (self.input_layernorm, self.attention, self.post_attention_layernorm, self.mlp)
         return sum((part.bytes(dtype, device) for part in parts), sums)
+
+
+class SingleLayer(Layer):
+    """x + mixer(norm(x)): one norm, and attention, Mamba-2, an MLP or experts (Nemotron-H).
+
+    Source: arXiv:2504.03624.
+    """
+
+    def __init__(self, *, mixer: Block, norm: RMSNorm):
+        Block.__init__(self)
+        self.mixer, self.norm, self._name = mixer, norm, "mixer"
+
+    @property
+    def mlp(self) -> Block:  # type: ignore[override]
+        return self.mixer
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        return x_TD + self.mixer(self.norm(x_TD), run)
+
+    def record(self, to: Recording, x: Row) -> Row:
+        return to.of(self.mixer, self.norm.record(to, x), add=x)
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """Its parts in order, plus D during all of its backward: its output and then its gradient."""
+        sums = Bytes(held=dtype.itemsize * self.norm.size)
+        return sum((part.bytes(dtype, device) for part in (self.norm, self.mixer)), sums)
 
 
 class ScaledLayer(Layer):

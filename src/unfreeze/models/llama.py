@@ -50,17 +50,18 @@ def attention(
     output_bias: bool,
     qk_norm: bool = False,
     norm: type[RMSNorm] | None = None,
+    module: str = "self_attn",
     **parts: Any,
 ) -> Attention:
     """Grouped-query attention; with `qk_norm` an RMSNorm per head on q and k (Qwen3).
 
-    norm: the class of that norm. parts: further arguments of Attention, such as pairs="adjacent", a scale, a
-    mask.
+    norm: the class of that norm. module: the attention's name in a layer. parts: further arguments of
+    Attention, such as pairs="adjacent", a scale, a mask.
     """
     from unfreeze.models.blocks.attention import Attention
 
     kind = () if norm is None else (norm,)
-    name, hidden, width = f"model.layers.{index}.self_attn", shape.hidden_size, shape.head_dim
+    name, hidden, width = f"model.layers.{index}.{module}", shape.hidden_size, shape.head_dim
     return Attention(
         index,
         width,

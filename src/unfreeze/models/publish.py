@@ -30,7 +30,7 @@ from unfreeze.quant.halves import stacked
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # the router's selection bias (fp32 in Kimi's and DeepSeek's releases), and the decay of a recurrent state
-KEPT_FP32 = ("e_score_correction_bias", ".expert_bias", ".A_log", ".dt_bias")
+KEPT_FP32 = ("e_score_correction_bias", ".expert_bias", ".A_log", ".dt_bias", ".D")
 
 
 def declared_dtype(config: Mapping[str, Any]) -> torch.dtype:

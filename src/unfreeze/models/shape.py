@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MoEShape:
-    """Mixture-of-experts sizes. Layers in `dense_layers` have a dense MLP."""
+    """Mixture-of-experts sizes. Layers in `dense_layers` have a dense MLP, or none.
+
+    latent    width that the experts see, if it is not hidden_size; 0: it is
+    matrices  of an expert: gate, up and down, or up and down
+    """
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
     num_shared_experts: int
     dense_layers: frozenset[int]
+    latent: int = 0
+    matrices: int = 3
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class TargetCandidate:
         return (
             (self.name,)
             if isinstance(self.owner, Linear)
-            else (f"{self.name}.gate_up_proj", f"{self.name}.down_proj")
+            else (f"{self.name}.{self.owner.first}", f"{self.name}.down_proj")
         )
 
 
@@ -150,9 +150,8 @@ def parameters_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, 
             dense += owner.in_features + owner.out_features
             continue
         D, I, E = owner.hidden_size, owner.intermediate_size, owner.num_experts
-        experts += E * 2 * (D + I) * (f"{candidate.name}.gate_up_proj" in projections) + E * (D + I) * (
-            f"{candidate.name}.down_proj" in projections
-        )
+        before = owner.before if f"{candidate.name}.{owner.first}" in projections else 0
+        experts += E * (D + I) * (before + (f"{candidate.name}.down_proj" in projections))
     return dense, experts
 
 
@@ -165,7 +164,7 @@ def largest_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, int
             dense = max(dense, owner.in_features, owner.out_features)
             continue
         D, I, E = owner.hidden_size, owner.intermediate_size, owner.num_experts
-        twice = 2 if f"{candidate.name}.gate_up_proj" in projections else 1
+        twice = owner.before if f"{candidate.name}.{owner.first}" in projections else 1
         experts = max(experts, E * twice * max(D, I))
     return dense, experts
 

@@ -16,7 +16,6 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hyper-connections between layers", ("hc_mult",)),
     ("routing by a hash of the token", ("num_hash_layers",)),
     ("sparse attention by blocks", ("sparse_attention_config",)),
-    ("layers with a recurrent state (Mamba-2)", ("hybrid_override_pattern", "mamba_num_heads")),
     ("a gate on attention's output", ("mla_use_output_gate",)),
     ("attention residuals between blocks of layers", ("attn_res_block_size",)),
     ("the activation SiTU", ("activation_situ_beta",)),
@@ -30,7 +29,6 @@ NAMED: dict[str, str] = {
     "deepseek_v4": "attention over compressed keys, hyper-connections between layers",
     "deepseek_ref": "attention over compressed keys, hyper-connections between layers",
     "kimi_k3": "layers with a recurrent state, the activation SiTU, attention residuals",
-    "nemotron_h": "layers with a recurrent state (Mamba-2)",
     "nemotron-nas": "layers of different sizes, some without attention",
     "minimax_m3": "sparse attention by blocks",
     "step3p7": "a gate for each head of attention, numbers of heads that differ by layer",
@@ -41,7 +39,7 @@ NAMED: dict[str, str] = {
 them."""
 
 SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("layers with a recurrent state (Mamba)", ("mamba_d_state", "state_size", "ssm_cfg")),
+    ("layers with a recurrent state (Mamba)", ("mamba_d_state", "mamba_num_heads", "state_size", "ssm_cfg")),
     ("layers with a recurrent state (RG-LRU)", ("lru_width",)),
     ("layers with a recurrent state (RWKV)", ("attention_hidden_size", "rescale_every")),
     ("layers with a recurrent state (xLSTM)", ("sequence_kernel", "chunkwise_kernel")),

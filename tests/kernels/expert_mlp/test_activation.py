@@ -3,6 +3,7 @@ autograd, whose formulas are written out here (gpt-oss's from its reference, gel
 
 import importlib.util
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from unfreeze.kernels.expert_mlp import (
     SWIGLU,
     ClampedSwiGLU,
     GeGLU,
+    SquaredReLU,
     fused_expert_mlp,
     panels_cpu,
     reference_expert_mlp,
 )
 from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.kernels.expert_mlp.loop_cpu import LoopCpu
+from unfreeze.kernels.expert_mlp.loop_cuda import LoopCuda
 from unfreeze.kernels.swiglu.activation import SwiGLU
 
 _spec = importlib.util.spec_from_file_location(
@@ -117,6 +120,44 @@ def test_forward_and_every_gradient_equal_float64(name, form):
     )  # two roundings more: the bias
     assert oracle.error(y, expected) <= tolerance
     for key, gradient in grads.items():
+        assert oracle.error(gradient, wanted[key]) <= tolerance, key
+
+
+def up_alone(dtype):
+    """The problem without its gates, and (y, gradients) in float64: every expert for every token."""
+    x, ids, weights, gate_up, down, factors = prepared(dtype)[0]
+    I, R = down.shape[-1], factors.gate_up_B.shape[2]
+
+    def cut(tensor, rows):
+        return tensor.detach()[:, :rows].clone().requires_grad_()
+
+    factors = replace(factors, gate_up_A=cut(factors.gate_up_A, R), gate_up_B=cut(factors.gate_up_B, I))
+    args = (x, ids, weights, cut(gate_up, I), down, factors)
+    d = {name: tensor.detach().double().requires_grad_() for name, tensor in oracle.leaves(*args).items()}
+    W1 = d["gate_up"] + factors.scale * d["gate_up_B"] @ d["gate_up_A"]
+    W2 = d["down"] + factors.down_scale * d["down_B"] @ d["down_A"]
+    h_ETI = torch.relu(torch.einsum("td,eid->eti", d["x"], W1)) ** 2
+    y_TED = torch.einsum("eti,edi->ted", h_ETI, W2)
+    chosen_TKD = y_TED.gather(1, ids[..., None].expand(-1, -1, x.shape[1]))
+    y = (d["weights"][..., None] * chosen_TKD).sum(1)
+    return (
+        args,
+        y,
+        dict(zip(d, torch.autograd.grad(y, list(d.values()), oracle.output_grad(x).double()), strict=True)),
+    )
+
+
+@pytest.mark.parametrize("name", [*BACKENDS, "loop on cuda", "reference"])
+def test_experts_without_a_gate_equal_float64(name):
+    backend, dtype = {**BACKENDS, "loop on cuda": (LoopCuda, torch.float32)}.get(name, (None, torch.float32))
+    args, expected, wanted = up_alone(dtype)
+    more = {"activation": SquaredReLU()}
+    y = reference_expert_mlp(*args, **more) if backend is None else fused_expert_mlp(*args, backend(), **more)
+    named = oracle.leaves(*args)
+    grads = torch.autograd.grad(y, list(named.values()), oracle.output_grad(args[0]))
+    tolerance = oracle.TOLERANCE[dtype] * (2 if dtype == torch.bfloat16 else 1)  # as above
+    assert oracle.error(y, expected) <= tolerance
+    for key, gradient in zip(named, grads, strict=True):
         assert oracle.error(gradient, wanted[key]) <= tolerance, key
 
 

@@ -62,8 +62,14 @@ def test_a_norm_without_a_weight_has_none():
     torch.testing.assert_close(norm(torch.full((1, 8), 3.0)), torch.ones(1, 8))
 
 
-@pytest.mark.parametrize("name", ["granite", "olmo2", "nanochat", "smollm3-window"])
-@pytest.mark.parametrize("recompute", [models.keep_inputs, models.elementwise])
+RECOMPUTED = [
+    *("granite", "olmo2", "nanochat", "smollm3-window"),
+    *("granite4", "nemotron-h", "nemotron-h-latent-groups-limits"),
+]
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+@pytest.mark.parametrize("recompute", [models.keep_inputs, models.elementwise, models.selective])
 def test_other_layers_recompute_to_the_same_gradients(name, recompute):
     logits, gradients = difference(name, recompute)
     assert logits <= 1e-4 and gradients <= 1e-4

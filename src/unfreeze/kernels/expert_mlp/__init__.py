@@ -26,7 +26,7 @@ from unfreeze.kernels.expert_mlp.reference import reference_expert_mlp
 from unfreeze.kernels.expert_mlp.workspace import WORKSPACE, adapter_columns, expert_groups, workspace_bytes
 from unfreeze.kernels.loops.scratch import release_scratch, scratch_bytes
 from unfreeze.kernels.recompute import Reuse
-from unfreeze.kernels.swiglu.activation import SWIGLU, Activation, ClampedSwiGLU, GeGLU
+from unfreeze.kernels.swiglu.activation import SWIGLU, Activation, ClampedSwiGLU, GeGLU, SquaredReLU
 from unfreeze.quant.codec import Packed
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "ClampedSwiGLU",
     "ExpertFactors",
     "GeGLU",
+    "SquaredReLU",
     "adapter_columns",
     "bucket",
     "expert_groups",
@@ -69,6 +70,8 @@ def expert_mlp(
     gate_up_bias: Tensor | None = None,
 ) -> Tensor:
     """y_t = Σ_k w_tk · down_e( a(gate_e x_t + b_e, up_e x_t + c_e) ),  e = ids_tk  -> [T, D] in x's dtype.
+
+    With an activation of one matrix, a(up_e x_t): gate_up is [E, I, D] then.
 
     x_TD float32 or bf16; weights_TK (differentiable); gate_up [E, 2I, D], gate rows first; down [E, D, I]:
     packed or dense, a dense one may require grad. ids_TK int64 in 0..E-1: others raise IndexError on a CPU,

@@ -139,7 +139,7 @@ class ExpertGroup(Generic[R]):
 class SavedRows(NamedTuple):
     """Results that forward saves for backward; None if nothing is saved, or there is no adapter."""
 
-    gate_up: Tensor | None  # [n, 2I] before the activation
+    gate_up: Tensor | None  # [n, 2I] before the activation, [n, I] without a gate
     xA: Tensor | None  # [n, Q]
     hA: Tensor | None  # [n, P]
 
@@ -216,6 +216,7 @@ class ExpertGradients:
 
     def __init__(self, call: Call[R], D: int, *, gate_up: bool, down: bool, gate_up_bias: bool = False):
         active, I, Q, P = len(call.routing.experts), call.I, call.Q, call.P
+        N = call.gate_up.rows
         device = call.routing.weight_n.device
 
         def factor(columns: int, length: int) -> Tensor | None:
@@ -227,11 +228,11 @@ class ExpertGradients:
             make = torch.empty if call.experts is None else torch.zeros
             return make((call.routing.num_experts, rows, columns), dtype=call.dtype, device=device)
 
-        self.gate_up_A, self.gate_up_Bt = factor(Q, D), factor(Q, 2 * I)
+        self.gate_up_A, self.gate_up_Bt = factor(Q, D), factor(Q, N)
         self.down_A, self.down_Bt = factor(P, I), factor(P, D)
-        self.gate_up = base(2 * I, D) if gate_up else None
+        self.gate_up = base(N, D) if gate_up else None
         self.down = base(D, I) if down else None
-        bias = (call.routing.num_experts, 2 * I)
+        bias = (call.routing.num_experts, N)
         self.gate_up_bias = torch.zeros(bias, dtype=torch.float32, device=device) if gate_up_bias else None
 
 

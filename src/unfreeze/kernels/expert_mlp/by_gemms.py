@@ -161,7 +161,7 @@ class ByGemms(Backend[R]):
         if saved.gate_up is not None:
             gate_up = group.rows_of(saved.gate_up)
         else:
-            gate_up = self.rows("gate_up", group, 2 * I, x.dtype)
+            gate_up = self.rows("gate_up", group, call.gate_up.rows, x.dtype)
         terms = _terms(call.gate_up, group, call.gate_up_adapter, "forward", x_rows)
         self.add_up(self.nt, terms, group, gate_up)
         if call.gate_up_bias is not None:
@@ -203,7 +203,7 @@ class ByGemms(Backend[R]):
 
         # wh = w h; dgu = w times the gradient of gate_up; score = <dh, h>
         wh = self.instead("wh", dh, group)
-        dgu_rows, dgu, dguB = self.beside("dgu", group, (2 * I, call.Q), x.dtype)
+        dgu_rows, dgu, dguB = self.beside("dgu", group, (call.gate_up.rows, call.Q), x.dtype)
         gate_up, score = group.rows_of(saved.gate_up), group.rows_of(score_n)
         self.activate_backward(call.activation, dh, gate_up, group, wh, dgu_rows, score)
         if grads.gate_up_bias is not None:

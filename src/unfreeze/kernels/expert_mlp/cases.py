@@ -15,7 +15,7 @@ from torch import Tensor
 from unfreeze.kernels.choice.draw import normal, uniform
 from unfreeze.kernels.choice.op import Arguments, Case
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
-from unfreeze.kernels.swiglu.activation import SWIGLU, Activation, ClampedSwiGLU, GeGLU
+from unfreeze.kernels.swiglu.activation import SWIGLU, Activation, ClampedSwiGLU, GeGLU, SquaredReLU
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
@@ -50,7 +50,8 @@ class Problem:
         def randn(*shape: int, scale: float = 1.0) -> Tensor:
             return normal(device, generator, *shape) * scale
 
-        bases = [randn(E, 2 * I, D, scale=D**-0.5), randn(E, D, I, scale=I**-0.5)]
+        parts = len(self.activation.projections)
+        bases = [randn(E, parts * I, D, scale=D**-0.5), randn(E, D, I, scale=I**-0.5)]
         codec = Int4(32)
         matrices = (
             [Packed(codec, codec.quantize(base.bfloat16())) for base in bases]
@@ -58,8 +59,8 @@ class Problem:
             else [base.to(dtype).requires_grad_(self.kind == "all weights") for base in bases]
         )
         pairs = (
-            randn(E, 2 * R, D, scale=D**-0.5),
-            randn(E, 2 * I, R, scale=0.1),
+            randn(E, parts * R, D, scale=D**-0.5),
+            randn(E, parts * I, R, scale=0.1),
             randn(E, R, I, scale=I**-0.5),
             randn(E, D, R, scale=0.1),
         )
@@ -149,5 +150,7 @@ EVERY_KIND = (
     Checked("all weights"),
     Checked("unpacked", GeGLU(), biased=True),
     Checked("packed", ClampedSwiGLU(interleaved=True), biased=True),
+    Checked("packed", SquaredReLU()),
+    Checked("all weights", SquaredReLU()),
 )
 """What models run: every kind of base, several groups, and each activation with its biases."""

@@ -20,7 +20,7 @@ class ExpertFactors:
     """LoRA of one MoE layer; either pair may be None, but A and B of a pair come together.
 
     gate_up_A [E, 2R, D]  rows 0:R are the A of gate, R:2R the A of up       gate_up_B [E, 2I, R]  rows 0:I
-                          the B of gate, I:2I the B of up
+                          the B of gate, I:2I the B of up; without a gate [E, R, D] and [E, I, R]
     down_A    [E, Rd, I]                                                     down_B    [E, D, Rd]
     Applied as  W x + scale * B A x,  with `scale` for gate and up, `down_scale` for down.
     """
@@ -95,8 +95,10 @@ def gate_up_adapter(
     """A [E, 2R, D], B [E, 2I, R] -> Adapter whose B [., 2I, Q] is block diagonal.
 
     Gate rows use the gate's columns, up rows the up's; the rows have `activation`'s layout, as in the base.
-    stride: as in `columns`.
+    stride: as in `columns`. Without a gate, as `down_adapter`.
     """
+    if len(activation.projections) == 1:
+        return down_adapter(A, B, scale, experts, dtype, stride)
     A, B = _select(A, experts), _select(B, experts)
     rank, half = B.shape[2], B.shape[1] // 2
     Q = columns(2 * rank, A.shape[2], stride)
@@ -148,8 +150,10 @@ def gate_up_grads(
     """Gradients in the shape and dtype of the parameters.
 
     dA [., Q, D]; dBt [., Q, 2I] = (x Aᵀ)ᵀ dy, in which only the two diagonal blocks count; its columns have
-    the base's layout.
+    the base's layout. Without a gate, as `down_grads`.
     """
+    if len(activation.projections) == 1:
+        return down_grads(dA, dBt, A, B, scale, experts)
     rank, half = B.shape[2], B.shape[1] // 2
     grad_B = torch.empty((dBt.shape[0], 2 * half, rank), dtype=B.dtype, device=B.device)
     of_gate, of_up = activation.split(dBt, 2)

@@ -55,7 +55,7 @@ def _forward(call: Call[R], x: Tensor, *, save: bool) -> tuple[Tensor, SavedRows
         # heap.
         return x.new_empty((round_up(n, 2048), columns))[:n] if save and columns else None
 
-    saved = SavedRows(gate_up=buffer(2 * call.I), xA=buffer(call.Q), hA=buffer(call.P))
+    saved = SavedRows(gate_up=buffer(call.gate_up.rows), xA=buffer(call.Q), hA=buffer(call.P))
     y = call.sums(x)
     of_workers = y.unbind()
 

@@ -42,10 +42,15 @@ def reference_expert_mlp(
         both = F.linear(x, _matrix(gate_up, expert, x.dtype), bias)
         gate, up = (half.contiguous() for half in activation.split(both))
         if lora.gate_up_A is not None and lora.gate_up_B is not None:
-            A_gate, A_up = lora.gate_up_A[expert].to(x.dtype).chunk(2)
-            B_gate, B_up = lora.gate_up_B[expert].to(x.dtype).chunk(2)
-            gate = gate + lora.scale * F.linear(F.linear(x, A_gate), B_gate)
-            up = up + lora.scale * F.linear(F.linear(x, A_up), B_up)
+            parts = len(activation.projections)
+            pairs = zip(
+                lora.gate_up_A[expert].to(x.dtype).chunk(parts),
+                lora.gate_up_B[expert].to(x.dtype).chunk(parts),
+                strict=True,
+            )
+            added = [lora.scale * F.linear(F.linear(x, A), B) for A, B in pairs]
+            gate = gate + added[0]
+            up = up + added[1] if parts == 2 else up
         h = activation.forward(gate, up)
         y = F.linear(h, _matrix(down, expert, x.dtype))
         if lora.down_A is not None and lora.down_B is not None:

@@ -49,42 +49,51 @@ def at_most(size: int | None) -> Iterator[None]:
         WORKSPACE = was
 
 
-def workspace_bytes(num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: str) -> int:
+def workspace_bytes(
+    num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: str, before: int = 2
+) -> int:
     """Bytes of expanded weights that one call holds at once, without adapters.
 
     Of packed ones, or of dense ones in another dtype than the computation's: on CUDA others are read in
-    place.
+    place. before: matrices before the activation, gate and up or up alone.
 
     cuda  all experts of the layer, E · 3 D I, or if that exceeds WORKSPACE a group's gate_up, 2 D I each
           (grouped.py, loop_cuda.py)
     cpu   one expert, and a group of small ones (loop_cpu.py): GROUP_BYTES in forward, and in backward as much
           again for the gradients of its rows
     """
-    matrices = 3 * hidden * intermediate
+    matrices = (before + 1) * hidden * intermediate
     if device == "cuda":
-        groups = expert_groups(num_experts, hidden, intermediate, dtype, device)
-        of_one = matrices if groups == 1 else 2 * hidden * intermediate
+        groups = expert_groups(num_experts, hidden, intermediate, dtype, device, before)
+        of_one = matrices if groups == 1 else before * hidden * intermediate
         return -(-num_experts // groups) * of_one * dtype.itemsize
     return 2 * GROUP_BYTES + matrices * dtype.itemsize
 
 
-def expert_groups(num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: str) -> int:
+def expert_groups(
+    num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: str, before: int = 2
+) -> int:
     """Number of groups of a layer's experts on CUDA, without adapters.
 
     One, or as many as WORKSPACE requires if it holds gate_up without down. 1 on other devices.
     """
     every = num_experts * hidden * intermediate * dtype.itemsize
-    if device != "cuda" or 3 * every <= WORKSPACE:
+    if device != "cuda" or (before + 1) * every <= WORKSPACE:
         return 1
-    return -(-2 * every // WORKSPACE)
+    return -(-before * every // WORKSPACE)
 
 
-def adapter_columns(num_experts: int, hidden: int, intermediate: int, groups: int = 1) -> int:
+def adapter_columns(
+    num_experts: int, hidden: int, intermediate: int, groups: int = 1, before: int = 2
+) -> int:
     """E · (3 D + 5 I): elements of E adapters in the workspace per unit of rank.
 
     With several groups, those of one group's gate_up, 2 D + 4 I each. B is block-diagonal. Rank 16 needs no
-    padding, others pad to multiples of 8.
+    padding, others pad to multiples of 8. before: as in `workspace_bytes`; up alone takes 2 D + 2 I.
     """
+    if before == 1:
+        both, own = 2 * (hidden + intermediate), hidden + intermediate
+        return -(-num_experts // groups) * (own if groups > 1 else both)
     if groups > 1:
         return -(-num_experts // groups) * (2 * hidden + 4 * intermediate)
     return num_experts * (3 * hidden + 5 * intermediate)

@@ -18,7 +18,7 @@ from unfreeze.kernels.choice.draw import normal, uniform
 from unfreeze.kernels.choice.op import Arguments, Candidate, Case, Implementation, Op
 from unfreeze.kernels.loops.rows import rows_view
 from unfreeze.kernels.swiglu import reference
-from unfreeze.kernels.swiglu.activation import SWIGLU, Activation, ClampedSwiGLU, GeGLU
+from unfreeze.kernels.swiglu.activation import SWIGLU, Activation, ClampedSwiGLU, GeGLU, SquaredReLU
 
 __all__ = ["OP", "bucket", "functions_for", "swiglu"]
 
@@ -172,7 +172,8 @@ def _weighted_case(activation: Activation) -> Case:
 
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         n, width = 19, 520
-        dh, gate_up = (normal(device, generator, n, columns).to(dtype) for columns in (width, 2 * width))
+        columns = (width, len(activation.projections) * width)
+        dh, gate_up = (normal(device, generator, n, wide).to(dtype) for wide in columns)
         weight = uniform(device, generator, n)
         weight[::7] = 0.0
         return dh, gate_up, weight, activation
@@ -196,6 +197,9 @@ OP = Op(
     ),
     # float32: the exponential is good to 3e-7
     # bf16: two roundings of at most 2^-8 each, about 2^-9.3 in the mean square
-    uses=(*map(_weighted_case, KINDS), *(replace(_case(19, 520, 19, a), name=a.kind) for a in KINDS)),
+    uses=(
+        *map(_weighted_case, (*KINDS, SquaredReLU())),
+        *(replace(_case(19, 520, 19, a), name=a.kind) for a in KINDS),
+    ),
     tolerance={torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3},
 )

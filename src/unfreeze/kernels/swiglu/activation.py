@@ -1,8 +1,9 @@
-"""The activation of a gated MLP, h = a(gate, up), and the layout of gate and up in gate_up.
+"""The activation of an expert, h = a(gate, up), and the layout of gate and up in gate_up; or h = a(up) alone.
 
     SwiGLU         silu(gate) · up                            Shazeer 2020, arXiv:2002.05202
     GeGLU          gelu(gate) · up, gelu by its tanh form     the same
     ClampedSwiGLU  (u + 1) · g · sigmoid(alpha g), g and u clamped gate and up     gpt-oss
+    SquaredReLU    max(up, 0)², no gate                       So et al. 2021, arXiv:2109.08668
 
 n rows, I intermediate width.
 """
@@ -20,13 +21,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Activation(ABC):
-    """The activation of a gated MLP. Instances that compare equal are the same activation.
+    """The activation of an expert. Instances that compare equal are the same activation.
 
     kind          its name in buckets, records and kernels
+    projections   the matrices before it, in the order of gate_up's rows; up alone, if there is no gate
     interleaved   gate and up alternate along gate_up's 2I, gate first; else gate is the first half
     """
 
     kind: ClassVar[str]
+    projections: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
     interleaved: bool = False
 
     def split(self, gate_up: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
@@ -104,6 +107,27 @@ class ClampedSwiGLU(Activation):
         gated = g * s
         dgate = grad * (u + 1) * (s + self.alpha * gated * (1 - s)) * (gate <= self.limit)
         return (u + 1) * gated, dgate, grad * gated * (up.abs() <= self.limit)
+
+
+@dataclass(frozen=True)
+class SquaredReLU(Activation):
+    """max(x, 0)² of one matrix: `gate` is all of gate_up, `up` has no column."""
+
+    kind = "relu2"
+    projections = ("up_proj",)
+
+    def split(self, gate_up: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
+        return gate_up, gate_up.narrow(dim, 0, 0)
+
+    def split_first(self, rows_nM: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        return rows_nM[:, :width], rows_nM[:, :0]
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.relu(gate).square()
+
+    def backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        positive = F.relu(gate)
+        return positive.square(), 2 * grad * positive, up
 
 
 SWIGLU = SwiGLU()

@@ -6,6 +6,7 @@ by side. Every activation is g · sigmoid(z) times up, of gate and up as `_input
 
     silu     z = g
     gelu     z = 2 √(2/π) (g + 0.044715 g³)        (1 + tanh(z / 2)) / 2 = sigmoid(z)
+    relu2    max(g, 0)² alone: there is no up
     clamped  z = alpha g, g = min(gate, limit), times 1 + (up within ±limit)
 
 NaN stays NaN: comparisons choose, no minimum does.
@@ -55,6 +56,9 @@ def _gated(g, u, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     if KIND == "gelu":
         z = 1.5957691216057308 * (g + 0.044715 * g * g * g)
         slope = 1.5957691216057308 * (1.0 + 0.134145 * g * g)
+    if KIND == "relu2":
+        positive = tl.where(g > 0.0, g, 0.0)
+        return positive * positive, 2.0 * positive, positive * 0.0 + 1.0, 0.0
     sigmoid = tl.sigmoid(z)
     a = g * sigmoid
     return a, (sigmoid + a * (1.0 - sigmoid) * slope) * of_gate, factor, of_up
@@ -133,7 +137,8 @@ def _backward(
             tl.store(dgate + row * dgate_stride + pair, both, mask=pair < 2 * width)
         else:
             tl.store(dgate + row * dgate_stride + column, to_gate.to(dgate.dtype.element_ty), mask=inside)
-            tl.store(dup + row * dup_stride + column, to_up.to(dup.dtype.element_ty), mask=inside)
+            if KIND != "relu2":
+                tl.store(dup + row * dup_stride + column, to_up.to(dup.dtype.element_ty), mask=inside)
     if WEIGHTED:
         tl.store(score + row, tl.sum(total, axis=0))
 
@@ -144,7 +149,7 @@ def forward(gate: Tensor, up: Tensor, h: Tensor, activation: Activation = SWIGLU
         block = min(power_of_two(width), 2048)
         _forward[(rows, triton.cdiv(width, block))](
             gate,
-            up,
+            up if up.shape[1] else gate,
             h,
             gate.stride(0),
             up.stride(0),
@@ -195,11 +200,11 @@ def _launch(
     _backward[(rows,)](
         dh,
         gate,
-        up,
+        up if up.shape[1] else gate,
         dh if weight is None else weight,
         weighted,
         dgate,
-        dup,
+        dup if up.shape[1] else dgate,
         dh if score is None else score,
         *(tensor.stride(0) for tensor in tensors),
         width,

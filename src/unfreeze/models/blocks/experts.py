@@ -6,7 +6,7 @@ T tokens, K experts per token, E experts, D model width, I expert width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +108,8 @@ class Experts(nn.Module):
     ids still count all E.
     """
 
+    first: ClassVar[str] = "gate_up_proj"  # name of the matrix before the activation
+
     def __init__(
         self,
         num_experts: int,
@@ -129,13 +131,23 @@ class Experts(nn.Module):
             return ExpertWeight(num_experts, in_features, out_features, **options)
 
         both = codec
-        if codec is not None and not activation.interleaved:  # on disk it is one matrix
+        if codec is not None and self.before > 1 and not activation.interleaved:  # on disk it is one matrix
             both = stacked(codec, 2 * intermediate_size, hidden_size)
-        self.gate_up_proj = weight(hidden_size, 2 * intermediate_size, both)
+        setattr(self, self.first, weight(hidden_size, self.before * intermediate_size, both))
         self.down_proj = weight(intermediate_size, hidden_size, codec)
         self.adapter: ExpertAdapter | None = None
         self.dispatch: Dispatch | None = None
         self.impl = "auto"
+
+    @property
+    def before(self) -> int:
+        """Matrices before the activation: gate and up, or up alone."""
+        return len(self.activation.projections)
+
+    @property
+    def gate_up_proj(self) -> ExpertWeight:
+        """The matrix before the activation, whatever its name."""
+        return self._modules[self.first]  # type: ignore[return-value]
 
     @property
     def held(self) -> Rows:
@@ -171,6 +183,8 @@ class Experts(nn.Module):
         if self.dispatch is not None:
             raise CannotRecord("experts that are not all here")
         act = self.activation
+        if self.before == 1:
+            raise CannotRecord("experts without a gate")
         kind = ACTIVATIONS[act.kind]
         numbers = (act.alpha, act.limit) if isinstance(act, ClampedSwiGLU) else (0.0, 0.0)
         return record_experts(
@@ -223,7 +237,7 @@ class Experts(nn.Module):
     def bytes(self, per_token: int, dtype: torch.dtype, device: str) -> Bytes:
         """Bytes for K = `per_token` rows of each token, and the expert op's scratch.
 
-        held       gate and up of each row, 2 I
+        held       gate and up of each row, 2 I, or up alone
         own        the float32 sum dx of a token, D, with its rounded copy, or on CUDA the rows in flight
                    (`bytes_at_work`)
         expensive  gate and up of each row, on a CPU an eighth more for padding
@@ -231,19 +245,28 @@ class Experts(nn.Module):
         adapter_per_rank  the factors in the computation's dtype and their gradient, on a CPU in float32
         """
         K, D, I, size = per_token, self.hidden_size, self.intermediate_size, dtype.itemsize
-        gate_up = K * 2 * I * size
+        gate_up, before = K * self.before * I * size, self.before
         sizes = (self.num_experts, D, I)
         in_place = device == "cuda" and self.gate_up_proj.dense_in(dtype) and self.down_proj.dense_in(dtype)
-        groups = 1 if in_place else expert_groups(*sizes, dtype, device)
+        groups = 1 if in_place else expert_groups(*sizes, dtype, device, before)
         of_rows = bytes_at_work(K, D, I, size, groups) if device == "cuda" else 0
         return Bytes(
             held=gate_up,
             own=4 * D + max(of_rows, D * size),
             expensive=gate_up if device == "cuda" else gate_up * 9 // 8,
-            scratch=0 if in_place else workspace_bytes(*sizes, dtype, device),
-            scratch_per_rank=adapter_columns(*sizes, groups) if device == "cuda" and not in_place else 0,
-            adapter_per_rank=adapter_columns(*sizes) * (2 * size if device == "cuda" else size + 4),
+            scratch=0 if in_place else workspace_bytes(*sizes, dtype, device, before),
+            scratch_per_rank=(
+                adapter_columns(*sizes, groups, before) if device == "cuda" and not in_place else 0
+            ),
+            adapter_per_rank=adapter_columns(*sizes, 1, before)
+            * (2 * size if device == "cuda" else size + 4),
         )
+
+
+class PlainExperts(Experts):
+    """E experts without a gate, down_e(a(up_e x)): up_proj [E, I, D] (Nemotron-H)."""
+
+    first = "up_proj"
 
 
 class BiasedExperts(Experts):

@@ -78,6 +78,22 @@ class FusedMLP(Block):
         return Bytes(held=3 * I * size, own=(worst - 3 * I) * size, linear=2 * I * size)
 
 
+class InputOutputMLP(FusedMLP):
+    """FusedMLP whose projections are named input_linear and output_linear (Granite)."""
+
+    def __init__(self, *, input_linear: Linear, output_linear: Linear):
+        Block.__init__(self)
+        self.input_linear, self.output_linear = input_linear, output_linear
+
+    @property
+    def gate_up_proj(self) -> Linear:  # type: ignore[override]
+        return self.input_linear
+
+    @property
+    def down_proj(self) -> Linear:  # type: ignore[override]
+        return self.output_linear
+
+
 class PlainMLP(Block):
     """y = fc2(a(fc1 x)), where a is an activation without a gate (nanochat)."""
 
@@ -100,3 +116,19 @@ class PlainMLP(Block):
         worst = max(self.activation.alive_on(device) * I, I + 2 * D, 2 * I)
         size = dtype.itemsize
         return Bytes(held=2 * I * size, own=(worst - 2 * I) * size, linear=I * size)
+
+
+class UpDownMLP(PlainMLP):
+    """PlainMLP whose projections are named up_proj and down_proj (Nemotron-H)."""
+
+    def __init__(self, *, up_proj: Linear, down_proj: Linear, activation: Nonlinearity):
+        Block.__init__(self)
+        self.up_proj, self.down_proj, self.activation = up_proj, down_proj, activation
+
+    @property
+    def fc1(self) -> Linear:  # type: ignore[override]
+        return self.up_proj
+
+    @property
+    def fc2(self) -> Linear:  # type: ignore[override]
+        return self.down_proj

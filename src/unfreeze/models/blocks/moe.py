@@ -15,7 +15,7 @@ from unfreeze.kernels.decode_step.program import Row
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
-from unfreeze.models.blocks.mlp import MLP
+from unfreeze.models.blocks.mlp import MLP, FusedMLP, PlainMLP
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
 from unfreeze.models.blocks.recording import Recording
@@ -34,7 +34,9 @@ class MoE(Block):
     counts_E: Tensor
     replayed_3: Tensor
 
-    def __init__(self, layer: int, *, gate: Router, experts: Experts, shared_experts: MLP | None):
+    def __init__(
+        self, layer: int, *, gate: Router, experts: Experts, shared_experts: MLP | FusedMLP | PlainMLP | None
+    ):
         super().__init__()
         self.layer, self.gate, self.experts, self.shared_experts = layer, gate, experts, shared_experts
         self.register_buffer(
@@ -192,3 +194,39 @@ class NormedMoE(MoE):
         copy = Bytes(held=4 * self.experts.hidden_size * (dtype != torch.float32))
         mixture = replace(super().bytes(dtype, device), expensive=0)
         return self.pre_norm.bytes(dtype, device) + mixture + copy + self.post_norm.bytes(dtype, device)
+
+
+class LatentMoE(MoE):
+    """y = fc2(experts(fc1 x, ids, weights)) + shared_experts(x): experts of a narrower width (Nemotron 3).
+
+    The router sees x itself. fc2's gradients read the experts' output, so a recomputed layer computes it
+    again. Source: the model card of Nemotron 3 Super.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        *,
+        gate: Router,
+        experts: Experts,
+        fc1_latent_proj: Linear,
+        fc2_latent_proj: Linear,
+        shared_experts: PlainMLP,
+    ):
+        super().__init__(layer, gate=gate, experts=experts, shared_experts=shared_experts)
+        self.fc1_latent_proj, self.fc2_latent_proj = fc1_latent_proj, fc2_latent_proj
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        assert self.shared_experts is not None
+        scores_TE = self.gate(x_TD)
+        ids_TK = self._chosen(scores_TE, run)
+        weights_TK = self.gate.weigh(scores_TE, ids_TK)
+        low_TL = self.fc1_latent_proj(x_TD, run.reuse_linear)
+        y_TL = self.experts(low_TL, ids_TK, weights_TK, None, run.reuse)
+        return self.fc2_latent_proj(y_TL, run.reuse_linear) + self.shared_experts(x_TD, run)
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """As MoE, plus x and the experts' output in the latent width. Recomputation keeps no such output."""
+        latent, D, size = self.experts.hidden_size, self.fc1_latent_proj.in_features, dtype.itemsize
+        mixture = replace(super().bytes(dtype, device), expensive=0)
+        return mixture + Bytes(held=2 * latent * size, own=(latent + D) * size, linear=(latent + D) * size)

@@ -14,6 +14,7 @@ from unfreeze.models import Decoder
 from unfreeze.models.blocks.attention import Attending
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.mla import MLA
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.targets import group_of
 from unfreeze.parallel.placement.residency import come_whole
@@ -80,6 +81,8 @@ class Counts:
     come_whole: bool = False
     windows: tuple[tuple[int | None, int], ...] = ()
     widths: Widths = Widths()
+    latent: int = 0
+    matrices: int = 3
 
     def pairs(self, length: float) -> float:
         """Attention's FLOP of one token in a document of `length`, which sees half of it, or of its window.
@@ -105,8 +108,13 @@ class Counts:
 
     @property
     def expert_weights(self) -> int:
-        """Weights of one expert: gate, up and down, 3 · D · I."""
-        return 3 * self.hidden_size * self.expert_width
+        """Weights of one expert: gate, up and down, 3 · D · I; or up and down, of a narrower input."""
+        return self.matrices * self.expert_input * self.expert_width
+
+    @property
+    def expert_input(self) -> int:
+        """Width that experts see."""
+        return self.latent or self.hidden_size
 
 
 def counts(model: Decoder) -> Counts:
@@ -120,6 +128,7 @@ def counts(model: Decoder) -> Counts:
     rest = [all_of - routed for all_of, routed in zip(whole, experts, strict=True)]
     base = _bytes(model)
     widths = 2 * shape.head_dim if shape.mla is None else shape.mla.nope + shape.mla.rope + shape.mla.value
+    windows = _windows(model, 2 * shape.num_heads * widths)
     return Counts(
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
@@ -141,18 +150,22 @@ def counts(model: Decoder) -> Counts:
         ),
         router=sum(p.numel() for name, p in model.named_parameters() if group_of(name) == "router"),
         come_whole=come_whole(model.layers),
-        attention=shape.num_layers * 2 * shape.num_heads * widths,
-        windows=_windows(model, 2 * shape.num_heads * widths),
+        attention=sum(flop for _, flop in windows),
+        windows=windows,
         widths=_widths(model),
+        latent=shape.moe.latent if shape.moe else 0,
+        matrices=shape.moe.matrices if shape.moe else 3,
     )
 
 
 def _windows(model: Decoder, of_layer: int) -> tuple[tuple[int | None, int], ...]:
-    """Return (window, FLOP per pair of the layers with it). of_layer: of one layer."""
+    """Return (window, FLOP per pair of the layers with it). of_layer: of one layer with attention."""
     by_window: dict[int | None, int] = {}
     for layer in model.layers:
-        masks = [module.mask for module in layer.modules() if isinstance(module, Attending)]
-        window = masks[0].window if masks else None
+        attending = [module for module in layer.modules() if isinstance(module, (Attending, MLA))]
+        if not attending:
+            continue
+        window = attending[0].mask.window if isinstance(attending[0], Attending) else None
         by_window[window] = by_window.get(window, 0) + of_layer
     return tuple(by_window.items())
 

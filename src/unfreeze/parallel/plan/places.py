@@ -190,16 +190,17 @@ def _local(sizes: Sizes, counts: Counts, kind: str, split: int) -> Sizes:
     experts_here = fullest_share(counts, split)
     workspace, layer = sizes.workspace, sizes.layer
     if kind == "cuda" and workspace:  # dense experts need none, and go at once
-        held, widths = -(-counts.num_experts // split), (counts.hidden_size, counts.expert_width)
+        held, widths = -(-counts.num_experts // split), (counts.expert_input, counts.expert_width)
         dtype = torch.bfloat16 if sizes.compute_bytes == 2 else torch.float32
-        workspace = workspace_bytes(held, *widths, dtype, "cuda")
+        before = counts.matrices - 1
+        workspace = workspace_bytes(held, *widths, dtype, "cuda", before)
         # fewer experts make fewer groups, so more of their rows are in use at once
         mine, undivided = (
             bytes_at_work(
                 counts.experts_per_token,
                 *widths,
                 sizes.compute_bytes,
-                expert_groups(experts, *widths, dtype, "cuda"),
+                expert_groups(experts, *widths, dtype, "cuda", before),
             )
             for experts in (held, counts.num_experts)
         )

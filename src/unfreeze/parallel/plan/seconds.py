@@ -119,6 +119,7 @@ def seconds(
     """Return the seconds of a step. second: those of a second model per micro-batch (asking)."""
     trained, micro_batches = step.trained, step.micro_batches
     n, D, I = fleet.count, counts.hidden_size, counts.expert_width
+    before = counts.matrices - 1
     link, host = (
         (fleet.device.link_gb_s * 1e9, fleet.device.host_gb_s * 1e9) if fleet.device else (math.inf, math.inf)
     )
@@ -130,7 +131,11 @@ def seconds(
     held, mean_held = -(-counts.num_experts // layout.sharing), counts.num_experts / layout.sharing
     rows = mean_rows * (held / mean_held if layout.sharing > 1 else 1.0)
     terms: dict[str, float] = dict.fromkeys(("experts", "expansion", "passes over rows"), 0.0)
-    groups = expert_groups(held, D, I, torch.bfloat16, fleet.kind) if counts.moe_layers else 1
+    groups = (
+        expert_groups(held, counts.expert_input, I, torch.bfloat16, fleet.kind, before)
+        if counts.moe_layers
+        else 1
+    )
     if counts.num_experts and counts.moe_layers:
         of_layer = trained.get("experts", 0) / counts.moe_layers / held
         flops = rows * 2 * (counts.expert_weights * (visits.experts + visits.backward))
