@@ -14,6 +14,7 @@ from unfreeze import models
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models import mamba
 from unfreeze.models.blocks.mamba import GroupedNorm, Step
+from unfreeze.models.publish import carried
 from unfreeze.quant import nvfp4
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.nvfp4 import Nvfp4
@@ -140,3 +141,11 @@ def test_a_release_in_nvfp4_is_read_as_transformers_reads_its_expanded_weights(t
         expected = torch.cat([reference(torch.tensor([ids])).logits[0] for ids in DOCUMENTS])
     actual = model.logits(model.hidden(batch_of(DOCUMENTS))).detach()
     assert (actual - expected).abs().max() <= 1e-4
+
+
+def test_heads_that_predict_several_tokens_are_carried_along(tmp_path):
+    oracle("nemotron-h").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    beside = {"mtp.layers.0.mixer.q_proj.weight": torch.ones(4, 4)}
+    save_file(tensors | beside, tmp_path / "model.safetensors", {"format": "pt"})
+    assert [info.name for info in carried(*opened(tmp_path))] == list(beside)
