@@ -6,23 +6,16 @@ import copy
 import json
 import re
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from unfreeze.checkpoint.manifest import BESIDE, INDEX, MERGE, inside
+from unfreeze.checkpoint.beside import files_beside
+from unfreeze.checkpoint.manifest import BESIDE, MERGE, inside
 from unfreeze.checkpoint.save import write_file
 from unfreeze.compress.work import KIMI, MergeWork
 
 RECORD = MERGE
-CARD, BASE_CARD = "README.md", "README.base.md"
 DTYPES = ("torch_dtype", "dtype")
-CARRIED = (
-    *("*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt", "*.py"),
-    *("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "*.md"),
-)
-"""Files beside a release's weights that belong to the model."""
-OWN = ("config.json", INDEX, RECORD)  # written by the merge
 INT4_WEIGHTS = {
     "num_bits": 4,
     "type": "int",
@@ -98,18 +91,11 @@ def _ignored(work: MergeWork) -> Iterator[str]:
 
 
 def copy_beside(work: MergeWork, out: Path) -> list[str]:
-    """Copy the files beside the base's weights: tokenizer, template, licence, … -> their names.
+    """Copy the files beside the base's weights (checkpoint/beside.py) -> their names.
 
-    The base's README is renamed to README.base.md. Code in a release (*.py) is copied like any file and never
-    run here. Sub-folders are not copied.
+    A base's quantization in a file of its own is only copied if the weights keep it.
     """
-    carried: list[str] = []
-    for path in sorted(work.manifest.path.iterdir()):
-        name = BASE_CARD if path.name == CARD else path.name
-        left = path.name in OWN or path.name.endswith(".index.json")
-        left |= path.name in BESIDE and work.to != "same"
-        if left or not path.is_file() or not any(fnmatchcase(path.name, kind) for kind in CARRIED):
-            continue
-        write_file(out / name, inside(path).read_bytes())
-        carried.append(name)
-    return carried
+    files = files_beside(work.manifest.path, () if work.to == "same" else BESIDE)
+    for name, path in files.items():
+        write_file(out / name, path.read_bytes())
+    return list(files)
