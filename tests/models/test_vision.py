@@ -1,8 +1,8 @@
 """A release that sees is trained on text and still sees: vision tensors bit for bit, and an image question's
 logits those of transformers with the trained text weights put in."""
 
+import copy
 import json
-import re
 import shutil
 import warnings
 
@@ -63,11 +63,12 @@ def logits(name, model):
 def with_text(name, reference, state):
     """transformers' base with `state`, our parameters by name, in its text model."""
     case = SIGHTED[name].case
-    model = type(reference)(reference.config).float().eval()
-    theirs = dict(reference.state_dict())
-    for key, tensor in state.items():
-        theirs[case.theirs(key)] = case.turned(key, tensor)
-    model.load_state_dict(theirs)
+    model = copy.deepcopy(reference)
+    theirs = {case.theirs(key): case.turned(key, tensor) for key, tensor in state.items()}
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():  # a tied head is not among them
+            parameter.copy_(theirs.pop(key, parameter))
+    assert theirs.keys() <= {"lm_head.weight"}
     return model
 
 
