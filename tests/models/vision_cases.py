@@ -15,7 +15,7 @@ IMAGE, VIDEO, BEGIN, END = 1590, 1591, 1592, 1593
 TEXT = {
     "vocab_size": 1600,
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -48,12 +48,7 @@ IDS = {
     "vision_start_token_id": BEGIN,
     "vision_end_token_id": END,
 }
-MROPE = {
-    "rope_type": "default",
-    "rope_theta": 1e4,
-    "mrope_section": [4, 2, 2],
-    "mrope_interleaved": True,
-}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 MLA = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -65,7 +60,7 @@ MLA = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
+    "moe_intermediate_size": 32,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
@@ -85,10 +80,7 @@ def grid(patches: int, values: int) -> Callable[[], dict[str, Any]]:
 
 
 def kimi() -> dict[str, Any]:
-    return {
-        "pixel_values": torch.randn(16, 3, 14, 14),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-    }
+    return {"pixel_values": torch.randn(16, 3, 14, 14), "image_grid_thw": torch.tensor([[1, 4, 4]])}
 
 
 def pixels(size: int, **more: Any) -> Callable[[], dict[str, Any]]:
@@ -252,7 +244,7 @@ SIGHTED = {
         "Llama4",
         {
             "text_config": {
-                "intermediate_size_mlp": 48,
+                "intermediate_size_mlp": 64,
                 "num_local_experts": 4,
                 "attention_chunk_size": 8,
                 "no_rope_layers": [1, 0],
@@ -278,9 +270,8 @@ SIGHTED = {
         "Kimi_K25",
         {
             "text_config": {**MLA, "model_type": "deepseek_v3"},
-            "vision_config": {
-                key: value for key, value in TOWER.items() if key != "image_size"
-            } | {"pos_emb_height": 4, "pos_emb_width": 4},
+            "vision_config": {key: value for key, value in TOWER.items() if key != "image_size"}
+            | {"pos_emb_height": 4, "pos_emb_width": 4},
             "projection_hidden_size": 16,
             "tie_word_embeddings": False,
             **IDS,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from unfreeze import models
 from unfreeze.checkpoint.beside import files_beside
 from unfreeze.checkpoint.manifest import BESIDE, MERGE, inside
 from unfreeze.checkpoint.save import write_file
@@ -16,6 +17,8 @@ from unfreeze.compress.work import KIMI, MergeWork
 
 RECORD = MERGE
 DTYPES = ("torch_dtype", "dtype")
+INSIDE = ("language_model.model.", "model.language_model.")
+"""How names of a language model begin in files of Gemma 3, Mistral 3, Kimi-K2.5, and in transformers 5."""
 INT4_WEIGHTS = {
     "num_bits": 4,
     "type": "int",
@@ -72,7 +75,13 @@ def _kimi(work: MergeWork) -> dict[str, Any]:
 
 
 def _ignored(work: MergeWork) -> Iterator[str]:
-    """Modules that stay unquantized. Those that do so in every layer are one pattern."""
+    """Modules that stay unquantized. Those that do so in every layer are one pattern.
+
+    A release that holds more than the language model has one pattern for the rest (models/wrappers.py), and
+    its names both as in the files and as in transformers' memory: a reader may compare with either.
+    """
+    wrapper = work.model.shape.wrapper
+    beside = [re.compile(pattern) for pattern in models.WRAPPERS[wrapper].beside] if wrapper else []
     packed, dense = set[str](), dict[str, str]()
     for weight in work.weights:
         for name, (_, shape) in weight.outputs.items():
@@ -80,14 +89,27 @@ def _ignored(work: MergeWork) -> Iterator[str]:
             pattern = re.sub(r"\\\.[0-9]+\\\.", r"\\.[0-9]+\\.", re.escape(module))
             if suffix == KIMI.suffixes[0]:
                 packed.add(pattern)
+            elif any(part.fullmatch(name) for part in beside):
+                continue
             elif suffix == "weight" and len(shape) == 2 and weight.group not in ("embeddings", "norms"):
                 dense[module] = pattern
     yield "lm_head"
+    yield from (f"re:{part.pattern}" for part in beside)
     yield from dict.fromkeys(
-        module if pattern in packed or pattern == re.escape(module) else f"re:{pattern}$"
+        _either(module, module)
+        if pattern in packed or pattern == re.escape(module)
+        else _either(f"re:{pattern}$", module)
         for module, pattern in dense.items()
         if module != "lm_head"
     )
+
+
+def _either(entry: str, module: str) -> str:
+    """An entry of the list for a module under either name; INSIDE has what differs."""
+    if not module.startswith(INSIDE[0]):
+        return entry
+    pattern = entry.removeprefix("re:") if entry.startswith("re:") else f"{re.escape(entry)}$"
+    return "re:" + pattern.replace(re.escape(INSIDE[0]), f"({'|'.join(map(re.escape, INSIDE))})", 1)
 
 
 def copy_beside(work: MergeWork, out: Path) -> list[str]:
