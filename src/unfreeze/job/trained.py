@@ -151,8 +151,8 @@ class AllWeights:
         """
         if "text_config" in manifest.config and not manifest.tensors:
             raise ConfigError(
-                f"{manifest.path}: config.json nests its language model in text_config, and there are no weights"
-                " of the parts around it",
+                f"{manifest.path}: config.json nests its language model in text_config, and there are no"
+                " weights of the parts around it",
                 next="give a folder with the model's weights, or one whose config.json is that text_config",
             )
         if manifest.is_packed():
