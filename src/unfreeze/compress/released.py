@@ -11,9 +11,10 @@ from typing import Any
 
 from unfreeze import models
 from unfreeze.checkpoint.beside import files_beside
-from unfreeze.checkpoint.manifest import BESIDE, MERGE, inside
+from unfreeze.checkpoint.manifest import BESIDE, MERGE, inside, read_json
 from unfreeze.checkpoint.save import write_file
 from unfreeze.compress.work import KIMI, MergeWork
+from unfreeze.models.longer import config_for
 
 RECORD = MERGE
 DTYPES = ("torch_dtype", "dtype")
@@ -34,15 +35,17 @@ INT4_WEIGHTS = {
 
 
 def config_of(work: MergeWork) -> bytes:
-    """config.json of the merged checkpoint: the base's bytes for `same`.
+    """config.json of the merged checkpoint: the base's bytes for `same`, unless positions are scaled.
 
     bf16: without quantization_config, dtype bfloat16. int4: with Kimi's, which lists the modules that stay
     unquantized.
     """
-    base = inside(work.manifest.path / "config.json").read_bytes()
-    if work.to == "same":
-        return base
     config: dict[str, Any] = copy.deepcopy(work.manifest.config)
+    if work.to == "same":
+        file = inside(work.manifest.path / "config.json")
+        # read again: a manifest's config also has the quantization of a file beside it
+        longer = work.manifest.longer
+        return file.read_bytes() if longer is None else _json(config_for(read_json(file), longer))
     tables: list[dict[str, Any]] = [config]
     tables += [config["text_config"]] if isinstance(config.get("text_config"), dict) else []
     for table in tables:
@@ -54,6 +57,10 @@ def config_of(work: MergeWork) -> bytes:
         config["torch_dtype"] = "bfloat16"
     if work.to == "int4":
         config["quantization_config"] = _kimi(work)
+    return _json(config)
+
+
+def _json(config: dict[str, Any]) -> bytes:
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
