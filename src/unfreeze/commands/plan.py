@@ -244,6 +244,7 @@ def plan_on(config: Config, machine: Fleet, opened: Opened | None = None) -> Pla
     choice, fits = choose_plan(sizes, counts, machine, request)
     others, reason = ([], "") if fits else _instead(config, machine, opened, sizes, counts, request)
     notes = _cut(config, machine, request, choice) if fits or config.tokens_per_step else []
+    notes += [f"positions are scaled: {opened.start.longer}"] if opened.start.longer else []
     rank, rates = request.work.rank, rates_of(machine, request)
     return Planned(
         model=config.model,

@@ -27,7 +27,11 @@ from unfreeze.models.shape import Shape
 
 OWN = ("rope_type", "type", "rope_theta")  # fields of a rotary table that are written anew
 LOCAL = "rope_local_base_freq"  # Gemma 3's theta of sliding layers, as earlier versions read it
-WRITTEN = ("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "head_dim", LOCAL)
+PARTIAL = "partial_rotary_factor"
+WRITTEN = (
+    *("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", LOCAL, PARTIAL),
+    "head_dim",
+)
 
 
 def lengthened(manifest: Manifest, longer: Longer | None) -> Manifest:
@@ -74,13 +78,13 @@ def config_for(config: Mapping[str, Any], longer: Longer) -> dict[str, Any]:
     text["rope_parameters"] = {FULL: table, SLIDING: _local(shape)} if kinds else table
     text["rope_scaling"] = {key: value for key, value in table.items() if key != "rope_theta"}
     text["rope_scaling"]["type"] = scaled["rope_type"]
-    if longer.scaling == "ntk" and not old:
-        del text["rope_scaling"]
+    if longer.scaling == "ntk" and not kept.keys() - {PARTIAL}:
+        del text["rope_scaling"]  # earlier versions know no type "default" of some families
+    if PARTIAL in kept:
+        text[PARTIAL] = kept[PARTIAL]
     if longer.scaling == "yarn" and "head_dim" in family.FIELDS.read and not text.get("head_dim"):
-        text["head_dim"] = (
-            shape.head_dim
-        )  # transformers 5.23 multiplies a null by its share in yarn (Mixtral)
-    if LOCAL in shape.config:
+        text["head_dim"] = shape.head_dim  # transformers 5.23 cannot compute yarn of a null (Mixtral)
+    if LOCAL in family.FIELDS.read | family.FIELDS.absent.keys():
         text[LOCAL] = _local(shape)["rope_theta"]
     models.shape(written)
     return written
