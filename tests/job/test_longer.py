@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +12,18 @@ import transformers
 
 import unfreeze
 from unfreeze import cli
-from unfreeze.checkpoint import save_checkpoint
+from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.adapter import ROPE, longer_of
+from unfreeze.core.batch import Batch
 from unfreeze.core.errors import AdapterError
 from unfreeze.core.longer import Longer
+from unfreeze.generate.open import open_model
 from unfreeze.models import build, initialize, shape
+from unfreeze.models.longer import lengthened
 from unfreeze.models.publish import published
 
+STORIES = Path(__file__).resolve().parents[3] / "shared" / "data" / "stories260k"
 CONFIG = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -153,3 +158,35 @@ def test_plan_says_it_and_what_is_half_given_is_refused(base, capsys):
     assert "positions are scaled: yarn, factor 4" in capsys.readouterr().out
     assert cli.main(["plan", str(base), "--rope-factor", "4"]) == 2
     assert "rope.scaling = none and rope.factor = 4: both" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="the shared model is not here")
+def test_what_scaling_costs_a_real_model_on_short_texts_falls_as_it_follows_its_base(tmp_path):
+    """stories260k on its own stories: yarn costs a fifth of the loss before training, less after eight steps."""
+    plain = unfreeze.load(STORIES, dtype="float32")
+    prompts = [f"Once upon a time, a little {who}" for who in ("girl", "boy", "dog", "cat")]
+    answers = plain.generate(prompts, max_new_tokens=120, temperature=1.0, seed=1)
+    stories = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    documents = [[1, *plain.tokenizer.encode(story, specials=False)] for story in stories]
+    rows = tmp_path / "stories.jsonl"
+    rows.write_text("".join(json.dumps({"text": story}) + "\n" for story in stories))
+    line = ["distill", "--teacher", STORIES, "--model", STORIES, "--data", rows, "--out", tmp_path / "run"]
+    line += ["--train", "all", *SCALED, "--tokens-per-step", 512, "--steps", 8, "--learning-rate", "2e-3"]
+    line += ["--dtype", "float32", "--watch.samples", 0, "--threads", 1, "--quiet"]
+    assert cli.main([str(word) for word in line]) == 0
+    trained = unfreeze.load(tmp_path / "run", dtype="float32")
+    scaled = open_model(lengthened(open_checkpoint(STORIES), Longer("yarn", 4.0)))
+    before, without, after = (loss_of(each, documents) for each in (plain.decoder, scaled, trained.decoder))
+    assert without > 1.1 * before and after - before < 0.7 * (without - before), (before, without, after)
+
+
+@torch.no_grad()
+def loss_of(decoder, documents):
+    """Mean loss of the documents' tokens."""
+    losses = []
+    for document in documents:
+        ids, ones = torch.tensor(document), torch.ones(len(document))
+        batch = Batch(ids, ids, ones, torch.arange(len(document)), torch.tensor([0]))
+        log_probs = decoder.logits(decoder.hidden(batch))[:-1].log_softmax(-1)
+        losses.append(-log_probs.gather(1, ids[1:, None]))
+    return float(torch.cat(losses).mean())
