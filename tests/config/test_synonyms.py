@@ -34,7 +34,7 @@ FLAGS = [
     ("--new-tokens", "adding tokens is not built; transformers does it"),
     ("--resize-token-embeddings", "adding tokens is not built; transformers does it"),
     ("--group-by-length", "packing fills batches"),
-    ("--rope-scaling", "rotary scaling is read from the model's config.json"),
+    ("--rope-theta", "the rotary table is that of the model's config.json"),
     ("--completion-only-loss", "only answers are trained on"),
     ("--top-k", "answers are sampled from all words, as the loss needs"),
 ]

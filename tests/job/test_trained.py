@@ -162,11 +162,6 @@ def test_what_it_refuses_before_work(llama, chat_rows, tmp_path, capsys):
         and "masters and moments" in packed
         and "--train adapters (sft, prefer, distill)" in packed
     )
-    nested = tmp_path / "nested"
-    shutil.copytree(llama, nested)
-    config = json.loads((nested / "config.json").read_text())
-    (nested / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": config}))
-    assert "nests its language model" in refused(*command(nested, chat_rows, tmp_path / "b"))
     # the default, but asked for
     assert 'train = "all"' in refused(*command(llama, chat_rows, tmp_path / "c", "--lora.rank", 16))
     (tmp_path / "run.toml").write_text('train = "all"\n[lora]\nrank = 16\n')
@@ -175,7 +170,7 @@ def test_what_it_refuses_before_work(llama, chat_rows, tmp_path, capsys):
     )
     assert not any(
         (tmp_path / name / "events.jsonl").read_text().count('"load"')
-        for name in "abc"
+        for name in "ac"
         if (tmp_path / name).exists()
     )
 

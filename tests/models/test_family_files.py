@@ -19,11 +19,9 @@ from unfreeze.adapters.layouts import dropped
 from unfreeze.adapters.readers import PEFT
 from unfreeze.adapters.receipt import check
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
-from unfreeze.checkpoint.nested import name_on_disk
-from unfreeze.checkpoint.tensors import stored_tensor
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.recurrent import ShortConv
-from unfreeze.models.publish import carried, published, stored_dtypes
+from unfreeze.models.publish import carried, named_as_stored, published, stored_dtypes
 from unfreeze.parallel.placement.place import place
 from unfreeze.parallel.plan import measure_sizes
 from unfreeze.parallel.plan.counts import counts
@@ -116,9 +114,8 @@ def test_transformers_files_are_read_and_written_again_name_by_name(name, releas
     assert (ours - logits_of(reference)).abs().max() <= 1e-4
 
     written = published(model, manifest.config, dtypes=stored_dtypes(model, manifest))
-    named = ((name_on_disk(manifest.prefix, key), tensor) for key, tensor in written)
-    beside = ((info.name, stored_tensor(info)) for info in carried(model, manifest))
-    save_checkpoint(tmp_path / "again", manifest.config, chain(named, beside))
+    tensors = chain(named_as_stored(manifest, written), carried(model, manifest))
+    save_checkpoint(tmp_path / "again", manifest.config, tensors)
     theirs, again = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "again"))
     theirs = fused(theirs) if name in FUSED else theirs
     theirs = {AS_RELEASED.get(name, str)(key): tensor for key, tensor in theirs.items()}
@@ -216,7 +213,7 @@ def test_the_per_expert_layout_names_experts_as_the_files_do_or_is_refused(name,
 def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, released):
     _, folder = released(name)
     model, manifest = opened(folder)
-    left = {*models.tied(model.shape), *(info.name for info in carried(model, manifest))}
+    left = {*models.tied(model.shape), *(name for name, _ in carried(model, manifest))}
     stored = {k: t for k, t in load_file(folder / "model.safetensors").items() if k not in left}
     extra = sum(moe.counts_E.nbytes + moe.replayed_3.nbytes for moe in model.moe_layers().values())
     assert measure_sizes(model, None).base == sum(t.nbytes for t in stored.values()) + extra

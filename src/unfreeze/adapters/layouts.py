@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
-from unfreeze.adapters.names import check_per_expert, prefix_in, released, swapped, theirs
+from unfreeze.adapters.names import check_per_expert, excluded, prefix_in, released, swapped, theirs
 from unfreeze.adapters.readers import Drop, Layout, Reader
 from unfreeze.checkpoint.nested import name_on_disk
 from unfreeze.checkpoint.save import write_file, write_safetensors
@@ -383,6 +383,8 @@ def _config(entries: list[Entry], layout: Layout, base_name: str | None, model: 
         "init_lora_weights": True,
         "modules_to_save": None,
     }
+    if beside := excluded(model):
+        config["exclude_modules"] = beside
     if layout == "per-expert" and any(_expert_number(e.target) for e in entries):
         config["layout"] = layout
     return config

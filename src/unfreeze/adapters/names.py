@@ -56,9 +56,23 @@ def ours(model: nn.Module, name: str) -> str:
 
 def prefix_in(model: nn.Module, prefix: str) -> str:
     """transformers' prefix of a language model inside a larger one; `prefix` is the files'."""
-    shape = getattr(model, "shape", None)
-    wrapper = shape.wrapper if isinstance(shape, models.Shape) else ""
+    wrapper = _wrapper(model)
     return (models.WRAPPERS[wrapper].inside if wrapper else "") or prefix
+
+
+def excluded(model: nn.Module) -> str:
+    """exclude_modules of a language model inside a larger one, whose tower may have a q_proj of its own.
+
+    A regular expression that peft matches with whole module names; "" for a language model alone. Without it
+    peft would add untrained pairs to a tower, or refuse it (Gemma 4's linear layers are of another class).
+    """
+    wrapper = _wrapper(model)
+    return "|".join(models.WRAPPERS[wrapper].beside) if wrapper else ""
+
+
+def _wrapper(model: nn.Module) -> str:
+    shape = getattr(model, "shape", None)
+    return shape.wrapper if isinstance(shape, models.Shape) else ""
 
 
 def in_ours(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from unfreeze.adapters.decode import Decoded, decode
 from unfreeze.adapters.files import read_files
 from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
+from unfreeze.adapters.names import excluded
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.linear import Linear
 
@@ -60,7 +61,8 @@ def _warn_of_lost_layers(
     Only where target_modules names it by its last name alone, which peft applies to every layer.
     """
     targets = config.get("target_modules")
-    if not isinstance(targets, list) or config.get("layers_to_transform") or config.get("exclude_modules"):
+    others = (config.get("exclude_modules") or "") not in ("", excluded(model))
+    if not isinstance(targets, list) or config.get("layers_to_transform") or others:
         return
     leaves = {name.rpartition(".")[2] for name in decoded} & set(map(str, cast(list[object], targets)))
     kinds = {_LAYER.sub(".*.", name) for name in decoded if name.rpartition(".")[2] in leaves}

@@ -24,6 +24,7 @@ from unfreeze.checkpoint.nested import in_model, prefix_of
 from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError
 from unfreeze.core.events import RESOLVED
+from unfreeze.core.longer import Longer
 from unfreeze.quant.codec import Codec, Texted, as_table
 from unfreeze.quant.formats import is_part, recognise
 from unfreeze.quant.scheme import Scheme, is_unread
@@ -62,6 +63,7 @@ class Manifest:
 
     tensors  by name on disk.
     prefix   prefix of the text model's names in a release that holds more (nested.py), or "".
+    longer   the scaling that `config` has for more positions than the files say (models/longer.py), if any
     """
 
     path: Path
@@ -70,6 +72,7 @@ class Manifest:
     prefix: str
     files: tuple[Path, ...]
     generation_config: dict[str, Any] = field(default_factory=dict)
+    longer: Longer | None = None
 
     @property
     def nbytes(self) -> int:

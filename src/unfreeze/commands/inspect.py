@@ -166,6 +166,7 @@ def _family(config: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[str], 
         "heads": shape.num_heads,
         "vocabulary": shape.vocab_size,
         "max_positions": shape.max_positions,
+        "rope": shape.rope.words,
         "attention": "MLA" if shape.mla else f"GQA {shape.num_heads}/{shape.num_kv_heads}",
         "experts": shape.num_experts,
         "experts_per_token": shape.experts_per_token,
@@ -197,6 +198,7 @@ def _not_built(config: Mapping[str, Any], reason: str) -> dict[str, Any]:
         "heads": heads,
         "vocabulary": field("vocab_size"),
         "max_positions": field("max_position_embeddings"),
+        "rope": None,
         "attention": f"{heads} heads" if heads else None,
         "experts": next((number for number in experts if number), 0),
         "experts_per_token": field("num_experts_per_tok") or 0,
@@ -286,6 +288,7 @@ def _print(facts: dict[str, Any], console: Console) -> None:
         f"{facts['model_type']} (family {facts['family']}): {_number(facts['layers'])}{experts}, hidden"
         f" {_number(facts['hidden_size'])}, {facts['attention'] or 'attention unknown'}, vocabulary"
         f" {_number(facts['vocabulary'])}, {_number(facts['max_positions'])} positions"
+        f"{' (' + facts['rope'] + ')' if facts['rope'] else ''}"
     )
     if "reason" in facts:
         say(f"cannot be loaded: {facts['reason']}")

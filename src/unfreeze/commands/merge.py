@@ -319,8 +319,9 @@ def write_card(
     out: Path, manifest: Manifest, base: str, config: Config, record: Record, gain: Gain | None
 ) -> None:
     """Write README.md: the merged models, the figures, the base's licence. It names no local paths."""
+    from unfreeze.checkpoint.beside import BASE_CARD, CARD
     from unfreeze.checkpoint.save import write_file
-    from unfreeze.compress.released import BASE_CARD, CARD, RECORD
+    from unfreeze.compress.released import RECORD
 
     formats = {
         "same": "the base's own formats",

@@ -88,6 +88,7 @@ def open_for_plan(config: Config) -> Opened:
     from unfreeze import models
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.checkpoint.manifest import Manifest, read_config
+    from unfreeze.models.longer import lengthened
 
     path = Path(config.model)
     if path.suffix == ".json" and not path.is_file():
@@ -95,9 +96,10 @@ def open_for_plan(config: Config) -> Opened:
             f"model = {config.model!r} is not a file", next="give --model a release's config.json"
         )
     if path.suffix == ".json" or ((path / "config.json").is_file() and not list(path.glob("*.safetensors"))):
-        fields = read_config(path)
-        start = Manifest(path=path, config=fields, tensors={}, prefix="", files=())
+        alone = Manifest(path=path, config=read_config(path), tensors={}, prefix="", files=())
+        start = lengthened(alone, config.rope.longer)
+        fields = start.config
         return Opened(lambda dtype, as_stored: models.from_config(fields, dtype, as_stored=as_stored), start)
-    start = open_checkpoint(config.model)
+    start = lengthened(open_checkpoint(config.model), config.rope.longer)
     shape = models.shape(start.config)
     return Opened(lambda dtype, as_stored: models.meta_model(shape, start, dtype, as_stored=as_stored), start)

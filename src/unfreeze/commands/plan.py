@@ -21,6 +21,7 @@ from unfreeze.commands.opened import Opened, open_for_plan
 from unfreeze.commands.recipe import recipe_of
 from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import Folder, Frozen, ModelName, from_keywords, is_model, parse
+from unfreeze.config.tables import Rope
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.field import about
@@ -94,6 +95,7 @@ class Config(Frozen):
         description="longest document in tokens; limited by the model's positions",
         json_schema_extra=about("How long", name="data.sequence_length", alias="sequence_length", first=True),
     )
+    rope: Rope = Field(default_factory=lambda: Rope(), description="more positions than the model's own")
     train: Literal["adapters", "all"] = Field(
         default="adapters",
         description="adapters (LoRA) or all weights",
@@ -153,6 +155,7 @@ def configured(arguments: list[str]) -> tuple[Config, Parts | None]:
     flags = parse(Config, arguments[1:], command="plan", description=__doc__ or "")
     of_run = {
         "model": run.model,
+        "rope": run.rope,
         "train": run.train,
         "lora": _merged(run.lora, flags.lora) if run.lora else flags.lora,
         "place": run.place.model_copy(update=flags.place.model_dump(exclude_unset=True)),
@@ -241,6 +244,7 @@ def plan_on(config: Config, machine: Fleet, opened: Opened | None = None) -> Pla
     choice, fits = choose_plan(sizes, counts, machine, request)
     others, reason = ([], "") if fits else _instead(config, machine, opened, sizes, counts, request)
     notes = _cut(config, machine, request, choice) if fits or config.tokens_per_step else []
+    notes += [f"positions are scaled: {opened.start.longer}"] if opened.start.longer else []
     rank, rates = request.work.rank, rates_of(machine, request)
     return Planned(
         model=config.model,

@@ -6,23 +6,20 @@ import copy
 import json
 import re
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from unfreeze.checkpoint.manifest import BESIDE, INDEX, MERGE, inside
+from unfreeze import models
+from unfreeze.checkpoint.beside import files_beside
+from unfreeze.checkpoint.manifest import BESIDE, MERGE, inside, read_json
 from unfreeze.checkpoint.save import write_file
 from unfreeze.compress.work import KIMI, MergeWork
+from unfreeze.models.longer import config_for
 
 RECORD = MERGE
-CARD, BASE_CARD = "README.md", "README.base.md"
 DTYPES = ("torch_dtype", "dtype")
-CARRIED = (
-    *("*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt", "*.py"),
-    *("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "*.md"),
-)
-"""Files beside a release's weights that belong to the model."""
-OWN = ("config.json", INDEX, RECORD)  # written by the merge
+INSIDE = ("language_model.model.", "model.language_model.")
+"""How names of a language model begin in files of Gemma 3, Mistral 3, Kimi-K2.5, and in transformers 5."""
 INT4_WEIGHTS = {
     "num_bits": 4,
     "type": "int",
@@ -38,15 +35,17 @@ INT4_WEIGHTS = {
 
 
 def config_of(work: MergeWork) -> bytes:
-    """config.json of the merged checkpoint: the base's bytes for `same`.
+    """config.json of the merged checkpoint: the base's bytes for `same`, unless positions are scaled.
 
     bf16: without quantization_config, dtype bfloat16. int4: with Kimi's, which lists the modules that stay
     unquantized.
     """
-    base = inside(work.manifest.path / "config.json").read_bytes()
-    if work.to == "same":
-        return base
     config: dict[str, Any] = copy.deepcopy(work.manifest.config)
+    if work.to == "same":
+        file = inside(work.manifest.path / "config.json")
+        # read again: a manifest's config also has the quantization of a file beside it
+        longer = work.manifest.longer
+        return file.read_bytes() if longer is None else _json(config_for(read_json(file), longer))
     tables: list[dict[str, Any]] = [config]
     tables += [config["text_config"]] if isinstance(config.get("text_config"), dict) else []
     for table in tables:
@@ -58,6 +57,10 @@ def config_of(work: MergeWork) -> bytes:
         config["torch_dtype"] = "bfloat16"
     if work.to == "int4":
         config["quantization_config"] = _kimi(work)
+    return _json(config)
+
+
+def _json(config: dict[str, Any]) -> bytes:
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -79,7 +82,13 @@ def _kimi(work: MergeWork) -> dict[str, Any]:
 
 
 def _ignored(work: MergeWork) -> Iterator[str]:
-    """Modules that stay unquantized. Those that do so in every layer are one pattern."""
+    """Modules that stay unquantized. Those that do so in every layer are one pattern.
+
+    A release that holds more than the language model has one pattern for the rest (models/wrappers.py), and
+    its names both as in the files and as in transformers' memory: a reader may compare with either.
+    """
+    wrapper = work.model.shape.wrapper
+    beside = [re.compile(pattern) for pattern in models.WRAPPERS[wrapper].beside] if wrapper else []
     packed, dense = set[str](), dict[str, str]()
     for weight in work.weights:
         for name, (_, shape) in weight.outputs.items():
@@ -87,29 +96,35 @@ def _ignored(work: MergeWork) -> Iterator[str]:
             pattern = re.sub(r"\\\.[0-9]+\\\.", r"\\.[0-9]+\\.", re.escape(module))
             if suffix == KIMI.suffixes[0]:
                 packed.add(pattern)
+            elif any(part.fullmatch(name) for part in beside):
+                continue
             elif suffix == "weight" and len(shape) == 2 and weight.group not in ("embeddings", "norms"):
                 dense[module] = pattern
     yield "lm_head"
+    yield from (f"re:{part.pattern}" for part in beside)
     yield from dict.fromkeys(
-        module if pattern in packed or pattern == re.escape(module) else f"re:{pattern}$"
+        _either(module, module)
+        if pattern in packed or pattern == re.escape(module)
+        else _either(f"re:{pattern}$", module)
         for module, pattern in dense.items()
         if module != "lm_head"
     )
 
 
-def copy_beside(work: MergeWork, out: Path) -> list[str]:
-    """Copy the files beside the base's weights: tokenizer, template, licence, … -> their names.
+def _either(entry: str, module: str) -> str:
+    """An entry of the list for a module under either name; INSIDE has what differs."""
+    if not module.startswith(INSIDE[0]):
+        return entry
+    pattern = entry.removeprefix("re:") if entry.startswith("re:") else f"{re.escape(entry)}$"
+    return "re:" + pattern.replace(re.escape(INSIDE[0]), f"({'|'.join(map(re.escape, INSIDE))})", 1)
 
-    The base's README is renamed to README.base.md. Code in a release (*.py) is copied like any file and never
-    run here. Sub-folders are not copied.
+
+def copy_beside(work: MergeWork, out: Path) -> list[str]:
+    """Copy the files beside the base's weights (checkpoint/beside.py) -> their names.
+
+    A base's quantization in a file of its own is only copied if the weights keep it.
     """
-    carried: list[str] = []
-    for path in sorted(work.manifest.path.iterdir()):
-        name = BASE_CARD if path.name == CARD else path.name
-        left = path.name in OWN or path.name.endswith(".index.json")
-        left |= path.name in BESIDE and work.to != "same"
-        if left or not path.is_file() or not any(fnmatchcase(path.name, kind) for kind in CARRIED):
-            continue
-        write_file(out / name, inside(path).read_bytes())
-        carried.append(name)
-    return carried
+    files = files_beside(work.manifest.path, () if work.to == "same" else BESIDE)
+    for name, path in files.items():
+        write_file(out / name, path.read_bytes())
+    return list(files)

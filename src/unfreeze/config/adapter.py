@@ -13,12 +13,15 @@ from typing import Any, cast
 
 from unfreeze.core.errors import AdapterError
 from unfreeze.core.events import RESOLVED
+from unfreeze.core.longer import MAX_FACTOR, SCALINGS, Longer
 from unfreeze.untrusted.json_object import parse_object, read_object
 from unfreeze.untrusted.pattern import pattern
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 INDEX = f"{WEIGHTS}.index.json"
 """Index of an adapter in shards (expert parallelism): adapter_model-00001-of-00002.safetensors …"""
+ROPE = "rope.json"
+"""Beside an adapter trained with scaled positions: scaling, factor, and the fields of the base's config."""
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 AGAIN = "download the adapter again, or export it again: unfreeze export RUN"
 REFUSED = {
@@ -102,6 +105,25 @@ def base_of(source: str | Path) -> str:
             f"{file} has no {key}, so the adapter's base is unknown", next="give it with --model DIR"
         )
     return named
+
+
+def longer_of(source: str | Path) -> Longer | None:
+    """Return the scaling of positions that an adapter was trained with; None if there is none.
+
+    Raises AdapterError if the file is damaged.
+    """
+    file = adapter_folder(source) / ROPE
+    if not file.is_file():
+        return None
+    table = read_object(file, AdapterError)
+    scaling, factor = table.get("scaling"), table.get("factor")
+    if scaling in SCALINGS and isinstance(factor, (int, float)) and 1 < factor <= MAX_FACTOR:
+        return Longer(str(scaling), float(factor))
+    raise AdapterError(
+        f"{file}: scaling {scaling!r:.40}, factor {factor!r:.40}; known: {', '.join(SCALINGS)}, above 1 to"
+        f" {MAX_FACTOR:,}",
+        next=AGAIN,
+    )
 
 
 def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, cast
 from pydantic import Field
 
 from unfreeze.config import tables
-from unfreeze.config.adapter import base_of, lora_of
+from unfreeze.config.adapter import base_of, longer_of, lora_of
 from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import Folder
 from unfreeze.config.training import TrainingConfig
@@ -115,14 +115,16 @@ def _plain(value: Any) -> Any:
 
 
 def _continued(fields: dict[str, Any]) -> dict[str, Any]:
-    """Add [lora] and the base from the adapter to continue, if there is one.
+    """Add [lora], [rope] and the base from the adapter to continue, if there is one.
 
-    A [lora] field that is also configured must agree.
+    A field of these tables that is also configured must agree.
     """
     source = fields.get("adapter")
     if not isinstance(source, str) or not source:
         return fields
     own = {f"lora.{name}": value for name, value in lora_of(source).items()}
+    if (longer := longer_of(source)) is not None:
+        own |= {"rope.scaling": longer.scaling, "rope.factor": longer.factor}
     for place in own.keys() & fields.keys():
         configured, has = fields[place], own[place]
         if _plain(configured) != _plain(has):

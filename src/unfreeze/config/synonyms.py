@@ -116,8 +116,8 @@ new_tokens add_tokens added_tokens num_new_tokens additional_special_tokens resi
     resize_token_embeddings modules_to_save embedding_lr | adding tokens is not built; transformers does
     it, and unfreeze trains them | tokenizer.add_tokens, model.resize_token_embeddings(len(tokenizer)), save
     both; then unfreeze sft --train all
-rope_scaling rope_theta rope_factor yarn | rotary scaling is read from the model's config.json: rope_scaling
-    there | unfreeze inspect MODEL
+rope_theta rope_type yarn | the rotary table is that of the model's config.json; a scaling of it is a
+    setting | --rope-scaling yarn --rope-factor 4
 train_on_inputs completion_only_loss assistant_only_loss train_on_responses_only mask_prompt train_on_prompt |
     only answers are trained on; rows of text train every token |
     unfreeze data show FILE --model MODEL

@@ -1,4 +1,4 @@
-"""Tables of a run's config: [data] [training] [optimizer] [memory] [save] [watch].
+"""Tables of a run's config: [data] [rope] [training] [optimizer] [memory] [save] [watch].
 
 [place] is core/layout.py. Each field declares its aliases and earlier names (core/field.py).
 """
@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, model_validator
 
 from unfreeze.config.columns import Columns
 from unfreeze.config.device import Device
 from unfreeze.config.parse import Files, Folder, Frozen
 from unfreeze.core.field import about
+from unfreeze.core.longer import MAX_FACTOR, Longer
 
 HUB = "hf:"
 """Prefix of a Hub data set where a file is expected."""
@@ -144,6 +145,39 @@ class Data(Frozen):
             if inside != (name,)
             for file in inside
         }
+
+
+class Rope(Frozen):
+    """More positions than the model was trained on: its rotary frequencies are scaled."""
+
+    scaling: Literal["none", "yarn", "linear", "ntk"] = Field(
+        default="none",
+        description=(
+            "scale rotary frequencies for more positions. yarn: low ones; linear: all; ntk: a larger"
+            " rope_theta. config.json is written with it"
+        ),
+        json_schema_extra=about("How long", alias="rope_scaling", since="0.2"),
+    )
+    factor: float = Field(
+        default=1.0,
+        ge=1,
+        le=MAX_FACTOR,
+        description="with rope.scaling: new positions over the model's own, such as 4",
+        json_schema_extra=about("How long", alias="rope_factor", since="0.2"),
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.scaling != "none") != (self.factor > 1):
+            raise ValueError(
+                f"rope.scaling = {self.scaling} and rope.factor = {self.factor:g}: both, the factor above 1"
+            )
+        return self
+
+    @property
+    def longer(self) -> Longer | None:
+        """The scaling, None if there is none."""
+        return None if self.scaling == "none" else Longer(self.scaling, self.factor)
 
 
 class Training(Frozen):

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest, open_checkpoint, read_json
+from unfreeze.config.adapter import longer_of
 from unfreeze.config.recipes import resolved
 from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.errors import CheckpointError, closest
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.writer import writer
+from unfreeze.models.longer import lengthened
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -125,6 +127,8 @@ def open_source(
 ) -> tuple[ModelSource, Manifest]:
     """Resolve a name and read the manifest of its base (for an adapter: of `base`, if given).
 
+    Its config has the scaling of positions that the adapter was trained with.
+
     Raises UserError if nothing is found, or if its family isn't supported or its quantization cannot be read.
     """
     opened = locate_model(source, base)
@@ -138,6 +142,8 @@ def open_source(
             f"{opened.adapter} is an adapter of {opened.base}: {error.message}", next=f"{here}{error.next}"
         ) from error
     refuse_unread_model(manifest)
+    if opened.adapter is not None:
+        manifest = lengthened(manifest, longer_of(opened.adapter))
     return opened, manifest
 
 

@@ -22,6 +22,7 @@ from unfreeze.core.units import format_bytes
 from unfreeze.job.data import check_vocabulary, longer_by, sequence_length
 from unfreeze.job.end.folder import with_files
 from unfreeze.job.opening.device import pick_device, say
+from unfreeze.job.opening.processes import opened_start
 from unfreeze.job.parts import Parts
 from unfreeze.kernels.precision import precision
 from unfreeze.teach.address import base_url, is_url
@@ -58,7 +59,7 @@ def ask_ahead(config: Config, parts: Parts, common: Common) -> dict[str, Any]:
 
     # tokenizer and rows, as a run with this config has them
     data, distillation = config.data, config.distillation
-    start = parts.start(config.model, common)
+    start = opened_start(config, parts, common)
 
     from unfreeze import models
     from unfreeze.config.template import template_time, template_values

@@ -104,7 +104,7 @@ def no_target_first(config: TrainingConfig, parts: Parts, common: Common) -> Gen
             from unfreeze import models
             from unfreeze.models.targets import resolve
 
-            start = opened_start(config.model, parts, common)
+            start = opened_start(config, parts, common)
             resolve(models.meta_model(models.shape(start.config), start, torch.float32), lora.targets)
         raise
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unfreeze import models
+from unfreeze.checkpoint.beside import files_beside
 from unfreeze.config.adapter import INDEX, adapter_folder
 from unfreeze.config.training import portable
 from unfreeze.core.errors import AdapterError, ConfigError
@@ -130,7 +131,8 @@ class AllWeights:
     """Every parameter, written once at the end to <out>/model, in the format that config.json declares.
 
     Each tensor keeps the checkpoint's dtype, rounded once, from the float32 master weights if there are any.
-    Tensors outside the language model (multi-token prediction heads) are copied byte for byte, untrained.
+    Tensors outside the language model (multi-token prediction heads, a vision tower) are copied byte for
+    byte, untrained; and so are the files beside the weights (tokenizer, image processor, licence).
     An MoE router's selection bias is not a parameter: only the load balancing of `pretrain` changes it.
 
     indexer: True if indexers of sparse attention train too; else they are frozen.
@@ -149,13 +151,14 @@ class AllWeights:
     def check(self, manifest: Manifest) -> None:
         """Raise ConfigError for a model that cannot be trained in full and written back.
 
-        That is: a text model nested in a larger one, packed weights, or a dtype that torch doesn't have.
+        That is: a text model nested in a larger one of which there are no weights, packed weights, or a dtype
+        that torch doesn't have.
         """
-        if "text_config" in manifest.config:
+        if "text_config" in manifest.config and not manifest.tensors:
             raise ConfigError(
-                f"{manifest.path}: config.json nests its language model in text_config; only plain language"
-                " models are written whole",
-                next=(f"{ADAPTERS}, or give a folder whose config.json is that text_config"),
+                f"{manifest.path}: config.json nests its language model in text_config, and there are no"
+                " weights of the parts around it",
+                next="give a folder with the model's weights, or one whose config.json is that text_config",
             )
         if manifest.is_packed():
             raise ConfigError(
@@ -191,7 +194,7 @@ class AllWeights:
 
         If the run is killed, the folder is complete or absent.
         """
-        extra = {name: manifest.path / name for name in TOKENIZER_FILES if (manifest.path / name).is_file()}
+        extra = files_beside(manifest.path)
         if not state.model.sharded:
             mesh.all.on_rank0(lambda: self._write(state, manifest, folder, extra))
             return
@@ -203,17 +206,14 @@ class AllWeights:
 
     def _write(self, state: State, manifest: Manifest, folder: Path, extra: dict[str, Path]) -> None:
         from unfreeze.checkpoint import save_checkpoint
-        from unfreeze.checkpoint.nested import name_on_disk
-        from unfreeze.checkpoint.tensors import stored_tensor
-        from unfreeze.models.publish import carried, published, stored_dtypes
+        from unfreeze.models.publish import carried, named_as_stored, published, stored_dtypes
 
         model = state.model
         self._make_room(folder)
         dtypes = stored_dtypes(model, manifest)
         trained = published(model, manifest.config, dtypes=dtypes, values=state.optimizer.masters)
-        named = ((name_on_disk(manifest.prefix, name), tensor) for name, tensor in trained)
-        beside = ((info.name, stored_tensor(info)) for info in carried(model, manifest))
-        save_checkpoint(folder, manifest.config, chain(named, beside), extra=extra)
+        tensors = chain(named_as_stored(manifest, trained), carried(model, manifest))
+        save_checkpoint(folder, manifest.config, tensors, extra=extra)
 
     def _make_room(self, folder: Path) -> None:
         """Remove the checkpoint of an earlier step, left before the run was extended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from unfreeze.core.errors import CheckpointError
 from unfreeze.models.allowed import Fields, names
 from unfreeze.models.blocks.rope import rope_from_config
 from unfreeze.models.shape import Shape, common, require
@@ -39,6 +40,15 @@ def shape(config: Mapping[str, Any]) -> Shape:
         config.get("head_dim") or require(config, "hidden_size") // require(config, "num_attention_heads")
     )
     return common(config, family="llama", rope=rope_from_config(config, head_dim), head_dim=head_dim)
+
+
+def refuse_sized_tables(shape: Shape) -> None:
+    """Raise CheckpointError for yarn where q and k are normed after they turn: that takes its factor away."""
+    if shape.rope.attention_factor != 1:
+        raise CheckpointError(
+            f"config.json: {shape.model_type} with rotary tables of another size than 1 (yarn) is not built",
+            next="open an issue with the model's name",
+        )
 
 
 def attention(

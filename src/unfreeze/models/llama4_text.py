@@ -85,11 +85,8 @@ def shape(config: Mapping[str, Any]) -> Shape:
         dense_layers=frozenset(range(layers)) - frozenset(sparse),
     )
     sizes = llama.shape(config)
-    if config["use_qk_norm"] and sizes.rope.attention_factor != 1:
-        raise CheckpointError(
-            "config.json: use_qk_norm with rotary tables of another size than 1 (yarn) is not built",
-            next="open an issue with the model's name",
-        )
+    if config["use_qk_norm"]:
+        llama.refuse_sized_tables(sizes)
     growth = float(config["attn_scale"]) if config["attn_temperature_tuning"] else 0.0
     none = (0.0,) * (sizes.head_dim // 2)
     heat = Temperature(none, growth=growth, per=float(config["floor_scale"]), first=1)

@@ -34,10 +34,13 @@ FIELDS = Fields(
     only={"hidden_act": lambda config: "relu2"},
 )
 
+SCALED_BY = ("linear", "ntk")
+
 
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json."""
     sizes = llama.shape(config)
+    llama.refuse_sized_tables(sizes)  # q and k are normed after they turn, here before
     softcap = config.get("final_logit_softcapping")
     return replace(sizes, family="nanochat", rope=sizes.rope.backwards(), softcap=softcap)
 

@@ -36,6 +36,8 @@ FIELDS = Fields(
     silent=names("auto_map"),  # the releases' own code, which computes what this file does
     neutral={"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},  # as Phi-4-mini has them
 )
+SCALED_BY = ("ntk",)
+"""What --rope-scaling may write: transformers' Phi-3 reads only longrope, whose divisors are searched for."""
 LONG = ("su", "yarn")
 """Older names of longrope, found in Phi-3's configs only."""
 

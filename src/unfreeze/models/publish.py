@@ -8,7 +8,7 @@ beside the language model unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from unfreeze import models
 from unfreeze.checkpoint.keymap import disk_module, tensor_sources
-from unfreeze.checkpoint.manifest import Manifest, TensorInfo
+from unfreeze.checkpoint.manifest import Manifest
+from unfreeze.checkpoint.nested import name_on_disk
 from unfreeze.checkpoint.save import disk_tensors
-from unfreeze.checkpoint.tensors import TORCH_DTYPE
+from unfreeze.checkpoint.tensors import TORCH_DTYPE, stored_tensor
 from unfreeze.models.blocks.experts import ExpertWeight
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.decoder import Decoder
@@ -106,10 +107,23 @@ def stored_dtypes(model: Decoder, manifest: Manifest) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def carried(model: Decoder, manifest: Manifest) -> list[TensorInfo]:
-    """The checkpoint's tensors that are not part of `model`: multi-token prediction heads, a vision tower.
+def named_as_stored(
+    manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors that have the model's names under their names in the checkpoint's files.
 
-    They are not trained and stay unchanged.
+    A name that is not there (experts that are stored fused) gets the prefix of the others.
+    """
+    disk = manifest.by_model_name()
+    for name, tensor in tensors:
+        yield (disk[name].name if name in disk else name_on_disk(manifest.prefix, name)), tensor
+
+
+def carried(model: Decoder, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name on disk, tensor) for every tensor of the checkpoint that is not part of `model`.
+
+    These are multi-token prediction heads and a vision tower. They are not trained and stay unchanged. Each
+    is read when its turn comes.
     """
     disk, rules = manifest.by_model_name(), models.rules(model.shape)
     used = {
@@ -118,7 +132,9 @@ def carried(model: Decoder, manifest: Manifest) -> list[TensorInfo]:
         for source in tensor_sources(name, tensor.shape, rules, disk)
     }
     used |= models.tied(model.shape).keys()
-    return [info for name, info in disk.items() if name not in used]
+    for name, info in disk.items():
+        if name not in used:
+            yield info.name, stored_tensor(info)
 
 
 def quantized_modules(model: Decoder, scheme: Scheme | None) -> dict[str, Codec]:

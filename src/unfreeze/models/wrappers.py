@@ -32,7 +32,9 @@ class Wrapper:
     inside: str = ""
 
 
-LLAVA = (r"vision_tower\..*", r"multi_modal_projector\..*")
+# published names, and those of checkpoints that transformers 4.52 to 4.57 wrote: with "model." before them
+LLAVA = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
+QWEN = (r"model\.visual\..*",)
 WRAPPERS = {
     "kimi_k25": Wrapper(
         "deepseek_v3",
@@ -41,7 +43,7 @@ WRAPPERS = {
             auto_map ignore_index media_placeholder_token_id use_unified_vision_chunk video_placeholder
             projection_hidden_size projection_layer_norm_eps
         """),
-        (r"vision_tower\..*", r"mm_projector\..*"),
+        (r"(model\.)?(vision_tower|mm_projector)\..*",),
     ),
     "gemma3": Wrapper(
         "gemma3_text",
@@ -75,10 +77,10 @@ WRAPPERS = {
     "llama4": Wrapper(
         "llama4_text",
         IDS | names("boi_token_index eoi_token_index image_token_index"),
-        (r"vision_model\..*", r"multi_modal_projector\..*"),
+        (r"(vision_model|multi_modal_projector)\..*",),
     ),
-    "qwen3_5": Wrapper("qwen3_5_text", IDS, (r"model\.visual\..*",)),
-    "qwen3_5_moe": Wrapper("qwen3_5_moe_text", IDS, (r"model\.visual\..*",)),
-    "qwen3_vl_moe": Wrapper("qwen3_vl_moe_text", IDS, (r"model\.visual\..*",)),
-    "qwen3_vl": Wrapper("qwen3_vl_text", IDS, (r"model\.visual\..*",)),
+    "qwen3_5": Wrapper("qwen3_5_text", IDS, QWEN),
+    "qwen3_5_moe": Wrapper("qwen3_5_moe_text", IDS, QWEN),
+    "qwen3_vl_moe": Wrapper("qwen3_vl_moe_text", IDS, QWEN),
+    "qwen3_vl": Wrapper("qwen3_vl_text", IDS, QWEN),
 }

@@ -88,7 +88,8 @@ class Asked(Second):
         self._start = start
         own = self._vocabulary(manifest)
         refuse_other(vocabulary(tokenizer), own, self.name)
-        if source.adapter is None and same_weights(manifest, start):
+        as_long = manifest.longer == start.longer
+        if source.adapter is None and as_long and same_weights(manifest, start):
             itself = manifest.path.resolve() == start.path.resolve()
             what = "is the model itself" if itself else f"looks like a copy of the model ({start.path})"
             raise ConfigError(
@@ -129,7 +130,7 @@ class Asked(Second):
         """Return True for an adapter on the model's own base: if adapters train, one base serves both."""
         source, manifest = self.opened
         same = source.adapter is not None and manifest.path.resolve() == start.path.resolve()
-        return same and self.shares
+        return same and self.shares and manifest.longer == start.longer
 
     def aside(self, beside: Beside) -> Aside:
         """Return its memory for the plan."""

@@ -527,6 +527,16 @@ def test_turns_of_another_form_under_messages_are_read_as_conversations(tmp_path
         ),
         ({"prompt": "<image>\nWhat?", "completion": "A cat.", "image": "cat.png"}, "field 'image'", "remove"),
         ({"question": "Q", "answer": "A", "image": {"bytes": "", "path": "a"}}, "field 'image'", "remove"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "row 1: field messages[0].content[0].type is 'image_url'; only text is trained on",
+            "--data.on-bad-row skip",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}, {"type": "video"}]}]},
+            "row 1: field messages[0].content[1].type is 'video'; only text is trained on",
+            "--data.on-bad-row skip",
+        ),
         ({"text": "Said.", "audios": ["a.wav"]}, "field 'audios' cannot be used", "remove"),
         ({"prompt": "Q", "completion": "A", "label": 0}, "an answer with a label", "true (1)"),
         ({"prompt": "Q", "completion": "A", "label": "1"}, "an answer with a label", "true (1)"),

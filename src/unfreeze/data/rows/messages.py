@@ -21,6 +21,8 @@ FLAGS = ("train", "training", "loss")
 """Fields that say if a turn carries loss, in our rows, axolotl's and ms-swift's."""
 DETAILS = ("train_detail", "training_detail")
 """axolotl's fields for character spans that carry loss."""
+WITHOUT_ROWS = "remove these rows, or --data.on-bad-row skip; "
+"""The way around rows that show more than text."""
 MESSAGE_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
 
 
@@ -34,7 +36,8 @@ def read_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
             message_of(dict(message), 0, f"messages[{i}]", empty=True) for i, message in enumerate(messages)
         ]
     except DataError as error:
-        raise DataError(error.message.removeprefix("row 0: "), next=error.next) from None
+        message, way = error.message.removeprefix("row 0: "), error.next.removeprefix(WITHOUT_ROWS)
+        raise DataError(message, next=way) from None
 
 
 def carries_loss(item: object, row: int, where: str) -> bool:
@@ -176,7 +179,7 @@ def _arguments(value: object, row: int, where: str) -> Tool:
 def _content(value: object, row: int, where: str, *, empty: bool) -> object:
     """Check content: a text, or the list form [{"type": "text", "text": …}].
 
-    Other types of parts are refused: no model here takes images or sound.
+    Other types of parts are refused: a model that sees is trained on text alone (docs/why/images.md).
     """
     if not is_list(value):
         return text_of(value, row, where, empty=empty)
@@ -184,7 +187,8 @@ def _content(value: object, row: int, where: str, *, empty: bool) -> object:
         part = object_of(item, row, f"{where}[{i}]")
         if part.get("type", "text") != "text":
             raise DataError(
-                f"row {row}: field {where}[{i}].type is {part['type']!r}; only text is trained on"
+                f"row {row}: field {where}[{i}].type is {part['type']!r}; only text is trained on",
+                next=f"{WITHOUT_ROWS}if the text makes sense alone, remove the part",
             )
         text_of(part.get("text"), row, f"{where}[{i}].text", empty=empty)
     return value

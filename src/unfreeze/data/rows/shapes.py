@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from unfreeze.config.synonyms import COMMANDS
 from unfreeze.core.errors import DataError, near_word, nearest
 from unfreeze.data.rows.fields import MAX_DEPTH, deeper_than, json_of, list_of, object_of, text_of
-from unfreeze.data.rows.messages import carries_loss, message_of, tool_call_of, tools_of
+from unfreeze.data.rows.messages import WITHOUT_ROWS, carries_loss, message_of, tool_call_of, tools_of
 from unfreeze.data.rows.row import Answers, Conversation, Message, Row, Text, Tool
 from unfreeze.untrusted.json_object import is_list, is_object
 
@@ -126,8 +126,7 @@ def refuse_other_senses(fields: Fields, row: int) -> None:
             raise DataError(
                 f"row {row}: field {(f'{sense}s' if several else sense)!r} cannot be used by a language"
                 " model",
-                next="remove these rows, or --data.on-bad-row skip; if the text makes sense alone, remove the"
-                " field",
+                next=f"{WITHOUT_ROWS}if the text makes sense alone, remove the field",
             )
 
 

@@ -55,8 +55,9 @@ class Subject:
     @cached_property
     def manifest(self) -> Manifest:
         from unfreeze.checkpoint import open_checkpoint
+        from unfreeze.models.longer import lengthened
 
-        return open_checkpoint(self.config.model)
+        return lengthened(open_checkpoint(self.config.model), self.config.rope.longer)
 
     @cached_property
     def shape(self) -> Shape:

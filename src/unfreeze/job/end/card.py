@@ -10,13 +10,17 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from unfreeze.checkpoint.manifest import inside
+from unfreeze.config.adapter import ROPE
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
+from unfreeze.core.longer import Longer
 from unfreeze.core.schema import DataEvent
+from unfreeze.models.longer import fields_of
 from unfreeze.report.events import last
 from unfreeze.report.run import facts, read_run
 from unfreeze.report.verdict import rerun_command, verdict
@@ -75,12 +79,27 @@ def write_beside(
             "This adapter is the step with the lowest held-out loss. The figures above are for the"
             " whole run.\n"
         )
+    if manifest.longer is not None:
+        text += _longer(manifest.longer)
+        rope = asdict(manifest.longer) | {"config": fields_of(manifest.config)}
+        write_file(folder / ROPE, json.dumps(rope, indent=2) + "\n")
+    else:
+        (folder / ROPE).unlink(missing_ok=True)  # an earlier export's
     if left_out:
         text += (
             f"{reader} does not apply {', '.join(left_out)}: their adapters are left out here, so answers"
             " differ from the run's.\n"
         )
     write_file(folder / CARD, text)
+
+
+def _longer(longer: Longer) -> str:
+    """Words of the card on a base whose config.json has to be changed."""
+    return (
+        f"It was trained with scaled positions ({longer}). The base must be loaded so: write the fields of"
+        f" `config` in {ROPE} into its config.json, or into its text_config if it has one (vLLM:"
+        " --hf-overrides). `unfreeze` does so itself; `unfreeze merge` writes a checkpoint with them.\n"
+    )
 
 
 def refuse_other_files(folder: Path, base: Path, files: Sequence[str]) -> None:

@@ -51,9 +51,7 @@ def write_divided(
 
 def _write_own(state: State, manifest: Manifest, temporary: Path, group: Group) -> list[ShardPart]:
     """All-gather every weight, and write those assigned to this process."""
-    from unfreeze.checkpoint.nested import name_on_disk
-    from unfreeze.checkpoint.tensors import stored_tensor
-    from unfreeze.models.publish import carried, published, stored_dtypes
+    from unfreeze.models.publish import carried, named_as_stored, published, stored_dtypes
 
     model, gathered = state.model, Gathered(state, group)
     dtypes = stored_dtypes(model, manifest)
@@ -62,14 +60,14 @@ def _write_own(state: State, manifest: Manifest, temporary: Path, group: Group) 
     def own() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in trained:
             if gathered.writer == group.rank:
-                yield name_on_disk(manifest.prefix, name), tensor.cpu()
+                yield name, tensor.cpu()
 
     last = group.rank == group.size - 1
-    beside = ((info.name, stored_tensor(info)) for info in carried(model, manifest)) if last else ()
+    beside = carried(model, manifest) if last else ()
     try:
         return write_parts(
             temporary,
-            chain(own(), beside),
+            chain(named_as_stored(manifest, own()), beside),
             stem=f"shard-{group.rank}",
             max_shard_bytes=MAX_SHARD_BYTES // 4,  # a shard is held in host memory until it is written
         )

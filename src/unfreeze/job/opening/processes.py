@@ -80,7 +80,7 @@ def alone(
         quieten()
         return None
     config = with_files(config, say(common))
-    return config, None if _was_started(config) else opened_start(config.model, parts, common)
+    return config, None if _was_started(config) else opened_start(config, parts, common)
 
 
 def agreed_together(
@@ -111,21 +111,25 @@ def start_of(config: TrainingConfig, parts: Parts, common: Common, group: Group)
     These download it if needed. The others get the folder; all read its headers.
     """
     if group.size == 1:
-        return opened_start(config.model, parts, common)
-    first = group.in_turn(lambda first: opened_start(config.model, parts, common) if first else None)
+        return opened_start(config, parts, common)
+    first = group.in_turn(lambda first: opened_start(config, parts, common) if first else None)
     folder = _from_node_first(group, {"folder": str(first.path)} if first else {})["folder"]
-    start = group.meet(lambda: first or opened_start(folder, parts, common))
+    start = group.meet(lambda: first or opened_start(config, parts, common, folder))
     agree(group, _facts_of(start))
     return start
 
 
-def opened_start(model: str, parts: Parts, common: Common) -> Manifest:
-    """Open the manifest of the starting model. Raises UserError if it cannot be read."""
-    from unfreeze.generate.source import refuse_unread_model
+def opened_start(config: TrainingConfig, parts: Parts, common: Common, folder: str = "") -> Manifest:
+    """Open the manifest of the starting model, with the run's scaling of positions.
 
-    start = parts.start(model, common)
+    folder: where it is, if it is known. Raises UserError if it cannot be read.
+    """
+    from unfreeze.generate.source import refuse_unread_model
+    from unfreeze.models.longer import lengthened
+
+    start = parts.start(folder or config.model, common)
     refuse_unread_model(start)
-    return start
+    return lengthened(start, config.rope.longer)
 
 
 def others(group: Group) -> str:

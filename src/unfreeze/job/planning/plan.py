@@ -325,6 +325,7 @@ def start_lines(
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
         f"memory: {taken} of {room}; disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
         f"trains: {what}; {tokens_words(config, plan.work.processes)} {config.OF_TOKENS}",
+        *([f"positions: {shape.max_positions:,} ({start.longer})"] if start.longer else []),
         *([second.said(start)] if second else []),
     ]
 

@@ -45,6 +45,12 @@ class Rope:
     per: float = 1.0
     computed: Computed | None = None
 
+    @property
+    def words(self) -> str:
+        """The scaling, as "yarn, factor 4"; "" if there is none."""
+        kind, factor = (self.computed.kind, self.computed.factor) if self.computed else ("default", 1.0)
+        return "" if kind == "default" else kind + f", factor {factor:g}" * (factor != 1)
+
     def tables(self, positions_T: Tensor, lengths_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin [T, R/2] in fp32 for integer positions [T].
 
