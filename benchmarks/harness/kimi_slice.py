@@ -206,7 +206,7 @@ class KimiSlice:
         """
         norms = {name: getattr(self.layer, name) for name in ("input_layernorm", "post_attention_layernorm")}
         assert self.shared is not None
-        return Layer(self_attn=self.layer.self_attn, mlp=_Shared(self.shared), **norms)
+        return Layer(self_attn=self.layer.attention, mlp=_Shared(self.shared), **norms)
 
     def routed_layer(self, x_TD: Tensor) -> Tensor:
         """The mixture of experts alone: router, sort, experts, combination."""
