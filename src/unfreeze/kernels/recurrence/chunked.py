@@ -14,6 +14,7 @@ n chunks, C tokens of a chunk, G key heads, J value heads per key head, k and v 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,16 +51,16 @@ def segment_forward(
     total = chunks(g).cumsum(3)  # [n, G, J, C] or [n, G, 1, C, k]
     if by_channel:
         qk, kk = decayed_products((q, k), k, total)
-        decay = total.exp()
-        to_end = (total[..., -1:, :] - total).exp()
+        decay = faded(total)
+        to_end = faded(total[..., -1:, :] - total)
         whole = decay[..., -1, :, None]
     else:
         seen = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
-        between = (total[..., :, None] - total[..., None, :]).masked_fill(~seen, -torch.inf).exp()
+        between = faded((total[..., :, None] - total[..., None, :]).masked_fill(~seen, -torch.inf))
         qk = (q @ k.mT) * between
         kk = (k @ k.mT) * between if beta_tH is not None else between
-        decay = total.exp()[..., None]
-        to_end = (total[..., -1:] - total).exp()[..., None]
+        decay = faded(total)[..., None]
+        to_end = faded(total[..., -1:] - total)[..., None]
         whole = decay[..., -1, :, None]
     q_in, k_out = q * decay, k * to_end
     u = v
@@ -102,6 +103,7 @@ class _Inverse(torch.autograd.Function):
             joined[..., size:, :size] = -(second @ below @ first)
             X, size = joined, 2 * size
         X = X.squeeze(-3)
+        X.masked_fill_(X.abs() < math.exp(LEAST), 0)
         ctx.save_for_backward(X)
         return X
 
@@ -120,6 +122,17 @@ def _diagonal(A: Tensor, size: int) -> Tensor:
     return squares.diagonal(dim1=-4, dim2=-2).movedim(-1, -3).clone()
 
 
+LEAST = -35.0
+
+
+def faded(log: Tensor) -> Tensor:
+    """exp(log), and 0 below exp(LEAST) = 6e-16: a float64 sum would hardly keep it beside 1.
+
+    Products of two such factors are then no subnormal numbers, with which a CPU takes four times as long.
+    """
+    return log.masked_fill(log < LEAST, -torch.inf).exp()
+
+
 def decayed_products(lefts: Sequence[Tensor], right: Tensor, total: Tensor) -> list[Tensor]:
     """P_tj = Σ_c left_tc exp(G_tc - G_jc) right_jc for j <= t, 0 above: [..., C, C] per left.
 
@@ -132,8 +145,8 @@ def decayed_products(lefts: Sequence[Tensor], right: Tensor, total: Tensor) -> l
     while half < C:
         G, own = (x.unflatten(-2, (-1, 2, half)) for x in (total, right))  # [..., pairs, two halves, h, k]
         middle = G[..., 0, -1:, :]
-        shrunk = own[..., 0, :, :] * (middle - G[..., 0, :, :]).exp()
-        grown = (G[..., 1, :, :] - middle).exp()
+        shrunk = own[..., 0, :, :] * faded(middle - G[..., 0, :, :])
+        grown = faded(G[..., 1, :, :] - middle)
         for index, left in enumerate(lefts):
             below = (left.unflatten(-2, (-1, 2, half))[..., 1, :, :] * grown) @ shrunk.mT
             first, second = out[index].unflatten(-3, (-1, 2)).unbind(-3)
