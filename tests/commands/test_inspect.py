@@ -284,6 +284,9 @@ PUBLISHED = {  # what the publisher says of the model, in billions
     "Kimi-K2-Thinking": 1026,
     "Qwen--Qwen3-30B-A3B": 30.5,
     "google--gemma-4-26B-A4B": 25.2,
+    "Qwen3-Next-80B": 79.7,
+    "nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": 31.6,
+    "deepseek-ai--DeepSeek-V3.2": 671.9,
 }
 
 
@@ -307,3 +310,15 @@ def test_a_config_alone_counts_what_its_files_hold():
     assert alone["parameters"] == whole["parameters"] and alone["files"] == 0
     for name, group in whole["groups"].items():
         assert alone["groups"][name]["parameters"] == group["parameters"], name
+
+
+@pytest.mark.skipif(not CONFIGS.is_dir(), reason="published configs are not here")
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("Qwen3.5-35B-A3B", "GQA 16/2 in 10 layers, a recurrent state in 30"),
+        ("Kimi-K2-Thinking", "MLA"),
+    ],
+)
+def test_a_hybrid_says_which_layers_have_a_state(name, words):
+    assert inspect(str(CONFIGS / f"{name}.json"))["attention"] == words

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from unfreeze.tracking.console import PipeConsole
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest, TensorInfo
+    from unfreeze.models import Shape
     from unfreeze.quant import Scheme
 
 OTHER = "other"
@@ -167,12 +169,25 @@ def _family(config: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[str], 
         "vocabulary": shape.vocab_size,
         "max_positions": shape.max_positions,
         "rope": shape.rope.words,
-        "attention": "MLA" if shape.mla else f"GQA {shape.num_heads}/{shape.num_kv_heads}",
+        "attention": _attention(shape),
         "experts": shape.num_experts,
         "experts_per_token": shape.experts_per_token,
         "moe_layers": sum(shape.is_moe(layer) for layer in range(shape.num_layers)),
     }
     return facts, lambda name: any(re.fullmatch(pattern, name) for pattern in models.ignored(shape))
+
+
+def _attention(shape: Shape) -> str:
+    """ "GQA 16/2", "MLA"; of a hybrid "GQA 16/2 in 10 layers, a recurrent state in 30"."""
+    words = "MLA" if shape.mla else f"GQA {shape.num_heads}/{shape.num_kv_heads}"
+    kinds = Counter(shape.layer_types)
+    others = [f"{what} in {kinds[kind]}" for kind, what in INSTEAD.items() if kinds[kind]]
+    full = kinds["full_attention"]
+    return f"{words} in {full} layer{'s' * (full != 1)}, {', '.join(others)}" if others else words
+
+
+INSTEAD = {"linear_attention": "a recurrent state", "conv": "a short convolution"}
+"""Kind of a layer without attention -> what it has in its place."""
 
 
 def _not_built(config: Mapping[str, Any], reason: str) -> dict[str, Any]:
