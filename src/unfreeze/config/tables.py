@@ -170,7 +170,7 @@ class Rope(Frozen):
     def _consistent(self) -> Self:
         if (self.scaling != "none") != (self.factor > 1):
             raise ValueError(
-                f"rope.scaling = {self.scaling} and rope.factor = {self.factor:g}: both, the factor above 1"
+                f"rope.scaling = {self.scaling}, rope.factor = {self.factor:g}: give both, such as yarn and 4"
             )
         return self
 

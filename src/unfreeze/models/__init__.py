@@ -88,6 +88,7 @@ __all__ = [
     "Decoder",
     "Layer",
     "Shape",
+    "beside",
     "build",
     "elementwise",
     "from_config",
@@ -243,10 +244,15 @@ def not_followed(config: Mapping[str, object]) -> str:
 
 def notes(config: Mapping[str, object]) -> list[str]:
     """List the ignored fields of config.json and quantization_config, and the tensors beside the model."""
-    beside = ""
-    if _text(config) is not config:
-        beside = f"model_type {config['model_type']!r}: its language model; other tensors stay as they are"
-    return [printable(line) for line in (not_followed(config), formats.not_followed(config), beside) if line]
+    lines = (not_followed(config), formats.not_followed(config), beside(config))
+    return [printable(line) for line in lines if line]
+
+
+def beside(config: Mapping[str, object]) -> str:
+    """Return the line on a config around a text_config; "" for others."""
+    if _text(config) is config:
+        return ""
+    return f"model_type {config['model_type']!r}: its language model trains; other tensors stay as they are"
 
 
 def _outer(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,11 @@ FIELDS = Fields(
 )
 
 
+def rotates(shape: Shape) -> bool:
+    """True if its attention has rotary positions."""
+    return shape.config.get("position_embedding_type") == "rope"
+
+
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json: intermediate_size is an expert's; no experts if num_local_experts is 0."""
     kinds = layer_types(mamba.renamed_kinds(config), lambda index: LINEAR, (FULL, LINEAR))

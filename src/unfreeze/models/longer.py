@@ -96,6 +96,10 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: text[name] for name in WRITTEN if name in text}
 
 
+def _always(shape: Shape) -> bool:
+    return True
+
+
 def _local(shape: Shape) -> dict[str, Any]:
     """The rotary table of sliding layers."""
     computed = shape.ropes[SLIDING].computed
@@ -105,6 +109,11 @@ def _local(shape: Shape) -> dict[str, Any]:
 
 def _refuse(shape: Shape, longer: Longer) -> None:
     computed = shape.rope.computed
+    if not getattr(models.FAMILIES[shape.model_type], "rotates", _always)(shape):
+        raise ConfigError(
+            f"rope.scaling = {longer.scaling}, but no layer of this {shape.model_type} rotates",
+            next="train without rope.scaling and rope.factor: it has no positions that could be scaled",
+        )
     if computed is None or computed.kind != "default":
         table = rope_parameters(shape.config)
         numbers = {key: value for key, value in table.get(FULL, table).items() if not isinstance(value, list)}

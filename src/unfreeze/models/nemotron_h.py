@@ -114,6 +114,11 @@ def kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     return layer_types(declared, lambda index: LINEAR, tuple(LETTERS.values()))
 
 
+def rotates(shape: Shape) -> bool:
+    """False: no layer has rotary positions."""
+    return False
+
+
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json; num_hidden_layers may be absent."""
     of_layers = kinds(config)

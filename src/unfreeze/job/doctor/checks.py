@@ -169,7 +169,12 @@ def check_checkpoint(subject: Subject) -> Iterator[Finding]:
         f"{shape.model_type}: {len(manifest.tensors):,} tensors, {format_bytes(manifest.nbytes)} in"
         f" {len(manifest.files)} files cover each of {len(params):,} parameters exactly once{beside}",
     )
+    carried = models.beside(manifest.config)
+    if carried:
+        yield Finding("checkpoint", "ok", carried)
     for note in models.notes(manifest.config):
+        if note == carried:
+            continue
         yield Finding(
             "checkpoint",
             "warn",

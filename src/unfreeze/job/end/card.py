@@ -21,6 +21,7 @@ from unfreeze.core.events import RESOLVED
 from unfreeze.core.longer import Longer
 from unfreeze.core.schema import DataEvent
 from unfreeze.models.longer import fields_of
+from unfreeze.models.wrappers import WRAPPERS
 from unfreeze.report.events import last
 from unfreeze.report.run import facts, read_run
 from unfreeze.report.verdict import rerun_command, verdict
@@ -159,8 +160,9 @@ def usage(base: str, model_type: str, *, adapter: str = "") -> list[str]:
 
     transformers knows kimi_k2 only as DeepSeek-V3 and refuses the name.
     """
-    load = [f'model = AutoModelForCausalLM.from_pretrained("{base}")']
-    names = "AutoModelForCausalLM"
+    # a wrapper around a text_config, with what it sees by
+    names = "AutoModelForImageTextToText" if model_type in WRAPPERS else "AutoModelForCausalLM"
+    load = [f'model = {names}.from_pretrained("{base}")']
     if model_type == "kimi_k2":
         names = "DeepseekV3Config, DeepseekV3ForCausalLM"
         load = [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from unfreeze.config.recipes import read_resolved
 from unfreeze.config.tables import Save
 from unfreeze.config.training import TrainingConfig
-from unfreeze.core.errors import ConfigError, DoesNotFit
+from unfreeze.core.errors import AdapterError, ConfigError, DoesNotFit
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.layout import GIB, Layout
 from unfreeze.core.process import planned_words, room_words
@@ -338,8 +338,12 @@ def tokens_words(config: TrainingConfig, processes: int) -> str:
 
 
 def export_note(lora: LoraConfig | None, start: Manifest, model: Decoder) -> str:
-    """Note on adapters that vLLM would not apply, since a run's last line suggests that export; else ""."""
-    from unfreeze.adapters.readers import READERS
+    """Note on adapters that vLLM or peft would not apply: a run's last line suggests an export; else "".
+
+    It begins with VLLM_CANNOT if vLLM would load none of them.
+    """
+    from unfreeze.adapters.names import check_per_expert
+    from unfreeze.adapters.readers import READERS, VLLM_CANNOT
     from unfreeze.models.blocks.linear import Linear
     from unfreeze.models.targets import candidates, resolve, targets_of
 
@@ -347,16 +351,22 @@ def export_note(lora: LoraConfig | None, start: Manifest, model: Decoder) -> str
         return ""
     reader, model_type = READERS["vllm"], str(start.config.get("model_type"))
     if issue := (reader.refuses or {}).get(model_type):
-        return f"vllm cannot load adapters of {model_type}: {issue}"
+        return f"{VLLM_CANNOT} of {model_type}: {issue}"
     linear = [candidate.name for candidate in candidates(model) if isinstance(candidate.owner, Linear)]
     chosen = resolve(model, lora.targets)
-    left_out = reader.dropped([name for name in chosen if name in linear], linear)
-    if not left_out:
-        return ""
-    leaves = " and ".join(sorted({name.rsplit(".", 1)[-1] for name in left_out}))
-    targets = targets_of(chosen.keys() - left_out.keys(), model)
-    remedy = f"; to train only what it applies: --lora.targets {' '.join(targets)}" if targets else ""
-    return f"vllm does not apply {leaves}{remedy}"
+    for name in chosen.keys() - set(linear):
+        try:
+            check_per_expert(model, name)
+        except AdapterError:
+            return f"{VLLM_CANNOT} of {model_type}'s experts; without them: --lora.targets attention"
+    for reader in (READERS["vllm"], READERS["peft"]):
+        left_out = reader.dropped([name for name in chosen if name in linear], linear)
+        if left_out:
+            leaves = " and ".join(sorted({name.rsplit(".", 1)[-1] for name in left_out}))
+            targets = targets_of(chosen.keys() - left_out.keys(), model)
+            remedy = f"; to train only what it applies: --lora.targets {' '.join(targets)}" if targets else ""
+            return f"{reader.name} does not apply {leaves}{remedy}"
+    return ""
 
 
 @dataclass(frozen=True)
