@@ -4,8 +4,7 @@
 six of eight layers with a recurrent state; LoRA rank 8 on the projections of both kinds of layers and on all
 routed experts, 4 documents of 512 tokens a step, clipping, AdamW; bf16, or float32 on a CPU without bf16
 units. transformers reads the same experts expanded to bf16: it has no reader of packed ones in this family.
-Sides: unfreeze (recompute selective, the default), unfreeze-nothing (recompute nothing), peft,
-peft-checkpointing.
+Sides: unfreeze (recompute selective, the default), unfreeze-nothing, peft, peft-checkpointing.
 """
 
 from pathlib import Path
@@ -34,23 +33,18 @@ class Config(Trained):
 def side(name: str, training: Job):
     if name in RECOMPUTE:
         return training.ours(name, RECOMPUTE[name])
-    folders = {
-        field: twin(Path(folder))
-        for field, folder in (("checkpoint", training.checkpoint), ("checked", training.checked))
-    }
-    checkpointing = name == "peft-checkpointing"
-    return training.theirs(name, "peft", trained="hybrid", rank=RANK, checkpointing=checkpointing, **folders)
+    folders = {field: twin(Path(getattr(training, field))) for field in ("checkpoint", "checked")}
+    more = {"checkpointing": name == "peft-checkpointing", **folders}
+    return training.theirs(name, "peft", trained="hybrid", rank=RANK, **more)
 
 
 def twin(folder: Path) -> str:
-    """The checkpoint beside `folder` whose experts are expanded; written if there is none."""
+    """The checkpoint beside `folder` with expanded experts; written if there is none."""
     place = folder.with_name(f"{folder.name}-bf16")
     if not (place / "config.json").is_file():
-        small = folder.name == "checked"
-        config = shapes.hybrid(**shapes.HYBRID_CHECKED) if small else shapes.hybrid()
-        make(
-            place, {name: value for name, value in config.items() if name != "quantization_config"}, expanded
-        )
+        config = shapes.hybrid(**(shapes.HYBRID_CHECKED if folder.name == "checked" else {}))
+        del config["quantization_config"]
+        make(place, config, expanded)
     return str(place)
 
 

@@ -315,10 +315,7 @@ def test_a_config_alone_counts_what_its_files_hold():
 @pytest.mark.skipif(not CONFIGS.is_dir(), reason="published configs are not here")
 @pytest.mark.parametrize(
     "name, words",
-    [
-        ("Qwen3.5-35B-A3B", "GQA 16/2 in 10 layers, a recurrent state in 30"),
-        ("Kimi-K2-Thinking", "MLA"),
-    ],
+    [("Qwen3.5-35B-A3B", "GQA 16/2 in 10 layers, a recurrent state in 30"), ("Kimi-K2-Thinking", "MLA")],
 )
 def test_a_hybrid_says_which_layers_have_a_state(name, words):
     assert inspect(str(CONFIGS / f"{name}.json"))["attention"] == words

@@ -38,7 +38,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Said:
     def noted(name: str, result: object = None) -> Any:
         return lambda *given: (calls.append((name, *given)), result)[1]
 
-    model = SimpleNamespace(device=DEVICE)
+    model = SimpleNamespace(device=DEVICE, layers=[])
     engine = SimpleNamespace(agreed=None)
     monkeypatch.setattr(numa, "bind", noted("bind"))
     monkeypatch.setattr(dispatch, "make_room", noted("make_room"))

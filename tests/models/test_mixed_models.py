@@ -235,7 +235,7 @@ def test_glm_5_2_is_read_as_nvidia_published_it(tmp_path, configs):
         found = ours.lm_head(ours.hidden(batch_of(ids)))
         torch.testing.assert_close(found, theirs(ids[None]).logits[0], rtol=0, atol=1e-5)
     assert len(packed_of(ours)) == 2 * 2 and inspect(str(tmp_path / "packed"))["format"] == "nvfp4"
-    assert [info.name for info in carried(ours, manifest)] == ["model.layers.5.enorm.weight"]
+    assert [name for name, _ in carried(ours, manifest)] == ["model.layers.5.enorm.weight"]
 
 
 def test_what_was_read_is_saved_as_it_was_but_for_scales_of_activations(release):

@@ -81,6 +81,7 @@ def with_text(name, reference, state):
     case = SIGHTED[name].case
     model = copy.deepcopy(reference)
     theirs = {case.theirs(key): case.turned(key, tensor) for key, tensor in state.items()}
+    theirs = {name.replace(".decay.", "."): tensor for name, tensor in theirs.items()}
     with torch.no_grad():
         for key, parameter in model.named_parameters():  # a tied head is not among them
             parameter.copy_(theirs.pop(key, parameter))

@@ -27,6 +27,7 @@ PREDICTED = {
     "linear_cross_entropy",
     "rms_norm",
     "rotary",
+    "state_scan",
     "swiglu",
     "token_order",
 }  # Triton's kernels

@@ -25,6 +25,7 @@ RULES = {
     "mistral4": (Router, RoutingRule(groups=4, topk_group=2, best=2, normalize=True, added=1e-20, scale=2.5)),
     "ernie4_5_moe": (Router, RoutingRule(correction="1 E", normalize=True, smallest=1e-12)),
     "ernie4_5_moe, small weights": (Router, RoutingRule(correction="1 E", normalize=True, smallest=0.9)),
+    "lfm2_moe": (Router, RoutingRule("sigmoid", "E", normalize=True, added=1e-6, scale=1.5)),
     "llama4_text": (Router, RoutingRule("logits", after=True)),
     "gpt_oss": (LinearRouter, RoutingRule(normalize=True)),
     "minimax_m2": (Router, noaux_tc()),

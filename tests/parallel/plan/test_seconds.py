@@ -280,7 +280,7 @@ def test_the_op_says_how_many_groups_there_are(groups, visits, monkeypatch):
     asked = []
     monkeypatch.setattr(timing, "expert_groups", lambda *sizes: asked.append(sizes) or groups)
     found = seconds(MOE, fleet("8xH200"), RATES, RESIDENT.but(split=7), Step(65536, 2048, TRAINED))
-    assert asked == [(55, 7168, 2048, torch.bfloat16, "cuda")]
+    assert asked == [(55, 7168, 2048, torch.bfloat16, "cuda", 2)]
     by_hand = 60 * 55 * 3 * 7168 * 2048 * EXPANDED * visits / RATES.expansion
     assert found.terms["expansion"] == pytest.approx(by_hand)
 

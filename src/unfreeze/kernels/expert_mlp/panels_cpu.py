@@ -216,11 +216,11 @@ def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx
 
 @functools.cache
 def available() -> bool:
-    """True if this CPU has AVX512-bf16, which makes bf16 panels faster; logged once."""
+    """True if this CPU has AVX512-bf16 and no AMX: bf16 panels are then faster; logged once."""
     pay = bf16_cpu.panels_pay()
     log.info(
         "packed experts in bfloat16: %s",
-        "panels of 64 columns" if pay else "a GEMM per expert (this CPU has no AVX512-bf16)",
+        "panels of 64 columns" if pay else "a GEMM per expert (this CPU has AMX, or no AVX512-bf16)",
     )
     return pay
 
