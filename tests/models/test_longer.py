@@ -105,6 +105,9 @@ def test_either_spelling_alone_says_the_same(name, scaling, tmp_path):
         ("gemma4-window", "yarn", "rope_type proportional"),
         ("gemma3-linear-softcap", "yarn", "rope_type linear"),
         ("phi3", "yarn", "yarn is not built for phi3; built: ntk"),
+        ("nemotron-h", "yarn", "no layer of this nemotron_h rotates"),
+        ("kimi-linear", "ntk", "no layer of this kimi_linear rotates"),
+        ("granite4", "linear", "no layer of this granitemoehybrid rotates"),
         ("nanochat", "yarn", "yarn is not built for nanochat; built: linear, ntk"),
     ],
 )

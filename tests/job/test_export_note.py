@@ -1,0 +1,80 @@
+"""The export that a run's last line suggests is one that works for its model, and the note says what it leaves out."""
+
+import json
+
+import pytest
+import torch
+
+from unfreeze import models
+from unfreeze.adapters.readers import VLLM_CANNOT
+from unfreeze.checkpoint.manifest import Manifest
+from unfreeze.config.lora import LoraConfig
+from unfreeze.job.end.card import usage
+from unfreeze.job.end.result import next_command
+from unfreeze.job.planning.plan import export_note
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+QWEN = SMALL | {
+    "num_hidden_layers": 2,
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "full_attention_interval": 2,
+}
+NEMOTRON = SMALL | {
+    "num_hidden_layers": 3,
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M-*",
+    "intermediate_size": 32,
+    "mamba_num_heads": 2,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 1,
+}
+LLAMA = SMALL | {"num_hidden_layers": 2, "model_type": "llama", "intermediate_size": 32}
+
+
+def note(config, tmp_path, targets=("all-linear",)):
+    """export_note of adapters on a model on meta."""
+    model = models.from_config(config, torch.float32)
+    return export_note(LoraConfig(targets=targets), Manifest(tmp_path, config, {}, "", ()), model)
+
+
+def test_experts_that_no_reader_of_vllms_layout_knows_are_exported_for_peft(tmp_path):
+    said = note(QWEN, tmp_path)
+    assert said.startswith(VLLM_CANNOT) and "--lora.targets attention" in said
+    assert note(QWEN, tmp_path, ("attention",)) == ""  # control: the remedy
+
+
+def test_what_peft_refuses_is_said_before_training(tmp_path):
+    said = note(NEMOTRON, tmp_path)
+    assert said.startswith("peft does not apply out_proj") and "--lora.targets" in said
+    remedy = said.partition("--lora.targets ")[2].split()
+    assert remedy and note(NEMOTRON, tmp_path, tuple(remedy)) == ""
+    assert note(LLAMA, tmp_path) == ""  # control
+
+
+@pytest.mark.parametrize("kind, name", [("qwen3_vl", "ImageTextToText"), ("llama", "CausalLM")])
+def test_the_card_of_a_release_that_sees_names_the_class_that_loads_it(kind, name):
+    assert f"from transformers import AutoModelFor{name}" in usage("BASE", kind)
+
+
+@pytest.mark.parametrize("said, reader", [(f"{VLLM_CANNOT} of a", "peft"), ("", "vllm")])
+def test_the_last_line_names_the_reader_that_works(said, reader, tmp_path):
+    event = {"kind": "plan", "step": 0, "time": 0.0, "lines": [], "export_note": said}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    words = next_command(tmp_path, {"finished": True, "steps": 1}, "unfreeze sft", export=True)
+    assert f"--for {reader}" in words
