@@ -48,7 +48,8 @@ FIELDS = Fields(
     },
     read=names("num_key_value_heads layer_types position_embedding_type"),
     null=names("num_key_value_heads"),
-    silent=names("mamba_chunk_size"),
+    only={"normalization_function": lambda config: "rmsnorm"},
+    silent=names("mamba_chunk_size init_method"),
 )
 
 
