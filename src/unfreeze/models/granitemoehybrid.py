@@ -61,6 +61,11 @@ def shape(config: Mapping[str, Any]) -> Shape:
     return replace(llama.shape(config), family="granitemoehybrid", moe=moe, layer_types=kinds)
 
 
+def rotates(shape: Shape) -> bool:
+    """True for position_embedding_type "rope" alone."""
+    return shape.config.get("position_embedding_type") == "rope"
+
+
 def renamed(shape: Shape) -> tuple[tuple[str, str], ...]:
     """(ours, transformers') parts of module names."""
     mlp = "mlp.shared_experts." if shape.moe else "mlp."
@@ -90,7 +95,7 @@ def sizes(config: Mapping[str, Any]) -> mamba.Sizes:
 
 
 def layer(shape: Shape, index: int, make: Factory) -> ScaledLayer:
-    """Decoder layer `index`. It rotates only if position_embedding_type is "rope"."""
+    """Decoder layer `index`."""
     from unfreeze.models.layer import ScaledLayer
 
     config, linear = shape.config, shape.layer_types[index] == LINEAR
@@ -98,7 +103,7 @@ def layer(shape: Shape, index: int, make: Factory) -> ScaledLayer:
         mixer: Block = mamba.mixer(f"model.layers.{index}.mamba", shape.hidden_size, sizes(config), make)
     else:
         bias, scale = bool(config["attention_bias"]), float(config["attention_multiplier"])
-        rope = "" if config.get("position_embedding_type") == "rope" else None
+        rope = "" if rotates(shape) else None
         mixer = llama.attention(shape, index, make, qkv_bias=bias, output_bias=bias, scale=scale, rope=rope)
     return ScaledLayer(
         float(config["residual_multiplier"]),

@@ -91,6 +91,11 @@ FIELDS = Fields(
 )
 
 
+def rotates(shape: Shape) -> bool:
+    """False: neither kind of layer has positions."""
+    return False
+
+
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json; those in linear_attn_config stand above those outside, as in transformers.
 

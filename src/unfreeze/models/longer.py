@@ -104,6 +104,12 @@ def _local(shape: Shape) -> dict[str, Any]:
 
 
 def _refuse(shape: Shape, longer: Longer) -> None:
+    family = models.FAMILIES[shape.model_type]
+    if not getattr(family, "rotates", lambda shape: True)(shape):
+        raise ConfigError(
+            f"rope.scaling = {longer.scaling}, but nothing rotates in this {shape.model_type}",
+            next=f"train within its {shape.max_positions:,} positions, without rope.scaling and rope.factor",
+        )
     computed = shape.rope.computed
     if computed is None or computed.kind != "default":
         table = rope_parameters(shape.config)
@@ -113,7 +119,7 @@ def _refuse(shape: Shape, longer: Longer) -> None:
             f"rope.scaling = {longer.scaling}, but this {shape.model_type} scales already: {shown}",
             next=f"train within its {shape.max_positions:,} positions, without rope.scaling and rope.factor",
         )
-    known = getattr(models.FAMILIES[shape.model_type], "SCALED_BY", SCALINGS)
+    known = getattr(family, "SCALED_BY", SCALINGS)
     if longer.scaling not in known:
         raise ConfigError(
             f"rope.scaling = {longer.scaling} is not built for {shape.model_type}; built: {', '.join(known)}",

@@ -99,6 +99,11 @@ def ignored(shape: Shape) -> tuple[str, ...]:
     return (r"mtp\..*",)
 
 
+def rotates(shape: Shape) -> bool:
+    """False: attention has no positions."""
+    return False
+
+
 def kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The mixer of each layer: layers_block_type, or a letter each in hybrid_override_pattern."""
     listed = config.get("layers_block_type") or config.get("layer_types")
