@@ -61,7 +61,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
     return replace(llama.shape(config), family="granitemoehybrid", moe=moe, layer_types=kinds)
 
 
-def rotates(shape: Shape) -> bool:
+def any_rotates(shape: Shape) -> bool:
     """True for position_embedding_type "rope" alone."""
     return shape.config.get("position_embedding_type") == "rope"
 
@@ -103,7 +103,7 @@ def layer(shape: Shape, index: int, make: Factory) -> ScaledLayer:
         mixer: Block = mamba.mixer(f"model.layers.{index}.mamba", shape.hidden_size, sizes(config), make)
     else:
         bias, scale = bool(config["attention_bias"]), float(config["attention_multiplier"])
-        rope = "" if rotates(shape) else None
+        rope = "" if any_rotates(shape) else None
         mixer = llama.attention(shape, index, make, qkv_bias=bias, output_bias=bias, scale=scale, rope=rope)
     return ScaledLayer(
         float(config["residual_multiplier"]),

@@ -91,7 +91,7 @@ FIELDS = Fields(
 )
 
 
-def rotates(shape: Shape) -> bool:
+def any_rotates(shape: Shape) -> bool:
     """False: neither kind of layer has positions."""
     return False
 

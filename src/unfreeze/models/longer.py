@@ -105,7 +105,7 @@ def _local(shape: Shape) -> dict[str, Any]:
 
 def _refuse(shape: Shape, longer: Longer) -> None:
     family = models.FAMILIES[shape.model_type]
-    if not getattr(family, "rotates", lambda shape: True)(shape):
+    if not getattr(family, "any_rotates", lambda shape: True)(shape):
         raise ConfigError(
             f"rope.scaling = {longer.scaling}, but nothing rotates in this {shape.model_type}",
             next=f"train within its {shape.max_positions:,} positions, without rope.scaling and rope.factor",

@@ -99,7 +99,7 @@ def ignored(shape: Shape) -> tuple[str, ...]:
     return (r"mtp\..*",)
 
 
-def rotates(shape: Shape) -> bool:
+def any_rotates(shape: Shape) -> bool:
     """False: attention has no positions."""
     return False
 
