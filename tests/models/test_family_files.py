@@ -244,3 +244,21 @@ def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, re
             said += 4 * T * (shape.heads - shape.key_heads) * (shape.width + shape.value_width)
         # beyond what is said: the rows' tokens and weights, and the adapters' thin products
         assert 0.97 <= held / said <= 1.12, (type(layer.mlp).__name__, held / said)
+
+
+@pytest.mark.parametrize(
+    "name", [kind for kind in KINDS if kind.startswith(("lfm2", "granite4", "nemotron"))]
+)
+def test_left_out_for_peft_is_what_peft_itself_refuses(name, released):
+    model, _ = opened(released(name)[1])
+    attach(model, LORA, seed=0)
+    left_out = {module.rpartition(".")[2] for module in dropped(model, PEFT)}
+    refused = set()
+    for leaf in {site.name.rpartition(".")[2] for site in sites(model)} & {"in_proj", "out_proj"}:
+        try:
+            peft.get_peft_model(oracle(name), peft.LoraConfig(r=2, target_modules=[leaf]))
+        except ValueError as error:
+            refused.add(leaf)
+            assert "incompatible" in str(error)
+    assert left_out == refused
+    assert bool(refused) == name.startswith("nemotron")

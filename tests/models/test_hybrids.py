@@ -8,11 +8,13 @@ import torch
 import transformers
 from cases_kimi_lfm2 import CONFIGS
 from family_cases import CASES, batch_of, oracle, ours
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach, load_adapter, save_adapter, sites, verify_adapter
+from unfreeze.checkpoint import open_checkpoint
 from unfreeze.core.errors import CheckpointError
+from unfreeze.generate.open import open_model
 from unfreeze.models import kimi_linear
 from unfreeze.models.blocks.recurrent import Decay
 from unfreeze.models.publish import published
@@ -208,3 +210,56 @@ def test_a_file_for_vllm_has_the_releases_names_and_is_read_again(name, inner, t
     load_adapter(again, tmp_path / "adapter")
     batch = batch_of(documents())
     assert torch.equal(again.hidden(batch), model.hidden(batch))
+
+
+@torch.no_grad()
+def test_a_quantized_dense_layer_of_kimi_is_read_under_both_of_its_names(tmp_path):
+    """The release says mlp, transformers writes block_sparse_moe; FP8 with a scale for each row."""
+    reference, config_groups = (
+        oracle("kimi-linear"),
+        {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 8,
+                    "type": "float",
+                    "strategy": "channel",
+                    "symmetric": True,
+                    "dynamic": False,
+                },
+            }
+        },
+    )
+    whole = tmp_path / "whole"
+    reference.save_pretrained(whole)
+    packed, expanded = {}, {}
+    for key, tensor in load_file(whole / "model.safetensors").items():
+        packed[key] = expanded[key] = tensor
+        if key.startswith("model.layers.0.block_sparse_moe."):
+            scale = tensor.abs().amax(1, keepdim=True) / 448
+            packed[key] = (tensor / scale).to(torch.float8_e4m3fn)
+            packed[key.replace(".weight", ".weight_scale")] = scale
+            expanded[key] = packed[key].float() * scale
+    assert len(packed) == len(expanded) + 3
+    save_file(expanded, whole / "model.safetensors", {"format": "pt"})
+    theirs = type(reference).from_pretrained(whole, attn_implementation="eager", dtype=torch.float32).eval()
+    expected = torch.cat([theirs(torch.tensor([document])).logits[0] for document in documents()])
+    config = json.loads((whole / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": config_groups,
+        "ignore": ["lm_head"],
+    }
+    for written in ("block_sparse_moe", "mlp"):
+        folder = tmp_path / written
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        own = {
+            key.replace("layers.0.block_sparse_moe", f"layers.0.{written}"): t for key, t in packed.items()
+        }
+        save_file(own, folder / "model.safetensors", {"format": "pt"})
+        model = open_model(open_checkpoint(folder))
+        assert model.get_submodule("model.layers.0.mlp.gate_proj").codec is not None
+        logits = model.logits(model.hidden(batch_of(documents())))
+        assert (logits - expected).abs().max() <= 1e-4

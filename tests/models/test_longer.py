@@ -34,7 +34,8 @@ CASES["olmo3-plain"] = CASES["olmo3-yarn"]._replace(
     fields={key: value for key, value in CASES["olmo3-yarn"].fields.items() if key != "rope_parameters"}
 )
 ALL_THREE = ("llama", "qwen3-vl", "gemma3-nested", "deepseek-v3", "glm4-moe")
-NTK = ("phi3", "nanochat", "llama4-nested")
+NTK = ("phi3", "nanochat", "llama4-nested", "mimo-v2-flash")
+HYBRIDS = ("granite4-dense-rotated-limits-tied", "lfm2", "lfm2-moe", "qwen3.5-nested-tied", "qwen3-next")
 DOCUMENT = torch.randint(0, 97, (300,), generator=torch.Generator().manual_seed(3)).tolist()
 """Longer than the 256 positions of the models."""
 
@@ -42,7 +43,7 @@ DOCUMENT = torch.randint(0, 97, (300,), generator=torch.Generator().manual_seed(
 @pytest.mark.parametrize(
     ("name", "scaling"),
     [
-        *((name, "yarn") for name in PLAIN),
+        *((name, "yarn") for name in (*PLAIN, *HYBRIDS)),
         *((name, scaling) for name in ALL_THREE for scaling in ("linear", "ntk")),
         *((name, "ntk") for name in NTK),
     ],
@@ -105,10 +106,14 @@ def test_either_spelling_alone_says_the_same(name, scaling, tmp_path):
         ("gemma4-window", "yarn", "rope_type proportional"),
         ("gemma3-linear-softcap", "yarn", "rope_type linear"),
         ("phi3", "yarn", "yarn is not built for phi3; built: ntk"),
-        ("nemotron-h", "yarn", "no layer of this nemotron_h rotates"),
-        ("kimi-linear", "ntk", "no layer of this kimi_linear rotates"),
-        ("granite4", "linear", "no layer of this granitemoehybrid rotates"),
+        ("nemotron-h", "yarn", "nothing rotates in this nemotron_h"),
+        ("kimi-linear", "ntk", "nothing rotates in this kimi_linear"),
+        ("granite4", "linear", "nothing rotates in this granitemoehybrid"),
         ("nanochat", "yarn", "yarn is not built for nanochat; built: linear, ntk"),
+        ("mimo-v2-flash", "linear", "linear is not built for mimo_v2_flash; built: ntk"),
+        ("granite4", "yarn", "nothing rotates in this granitemoehybrid"),
+        ("nemotron-h", "ntk", "nothing rotates in this nemotron_h"),
+        ("kimi-linear", "linear", "nothing rotates in this kimi_linear"),
     ],
 )
 def test_what_cannot_be_scaled_is_refused_with_its_values(name, scaling, says):

@@ -68,6 +68,11 @@ def test_letters_and_names_of_layers_are_the_same():
     assert kinds[:4] == ("linear_attention", "moe", "full_attention", "mlp") and len(kinds) == 8
 
 
+def test_fields_that_all_of_granite_4s_releases_have_are_known():
+    config = {"model_type": "granitemoehybrid", **CONFIGS["granitemoehybrid"]}
+    assert models.notes({**config, "normalization_function": "rmsnorm", "init_method": "mup"}) == []
+
+
 def test_limits_as_they_are_published():
     infinite = {"__float__": "Infinity"}  # as transformers writes it
     for declared in ([0.0, 1e308], [0.0, float("inf")], [0, infinite]):
@@ -84,6 +89,11 @@ REFUSED = [
     ("nemotron_h", {"attention_bias": True}, "attention_bias true is not built"),
     ("nemotron_h", {"time_step_limit": [1.0, 0.1]}, "time_step_limit is [1.0, 0.1]; it must be two numbers"),
     ("granitemoehybrid", {"mamba_n_heads": 7}, "mamba_n_heads 7 x a head width of 64 is not mamba_expand x"),
+    (
+        "granitemoehybrid",
+        {"normalization_function": "layernorm"},
+        "normalization_function 'layernorm' is not",
+    ),
     ("granitemoehybrid", {"mamba_d_head": "wide"}, "mamba_d_head is 'wide'"),
     ("granitemoehybrid", {"layer_types": ["mamba", "moe"] * 4}, "layer_types holds 'moe'"),
     ("granitemoehybrid", {"mamba_d_state": 0}, "mamba_d_state is 0; it must be a whole number"),

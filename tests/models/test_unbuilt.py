@@ -84,6 +84,7 @@ def test_each_type_named_is_one_and_is_not_built():
         ("bamba", "layers with a recurrent state (Mamba)"),
         ("recurrent_gemma", "layers with a recurrent state (RG-LRU)"),
         ("rwkv", "layers with a recurrent state (RWKV)"),
+        ("zamba2", "layers with a recurrent state (Mamba)"),
         ("xlstm", "layers with a recurrent state (xLSTM)"),
         ("minimax", "layers with a recurrent state (linear attention)"),
         ("olmo_hybrid", "layers with a recurrent state (linear attention)"),
@@ -109,6 +110,10 @@ def test_the_fields_of_a_release_say_what_is_missing(kind, words):
     config = transformers.CONFIG_MAPPING[kind]().to_dict()
     assert re.search(rf"{re.escape(words)} \(\w", refused(config))
     assert re.search(rf"{re.escape(words)} \(\w", refused({**config, "model_type": "made_up"}))
+
+
+def test_zamba_is_not_said_to_be_rwkv():
+    assert "RWKV" not in refused(transformers.CONFIG_MAPPING["zamba2"]().to_dict())
 
 
 def test_the_nearest_family_is_by_fields_and_only_where_they_tell():

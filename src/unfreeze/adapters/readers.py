@@ -85,7 +85,9 @@ PEFT = Reader(
     drops=(
         Drop(
             names=("out_proj",),
-            beside=("in_proj", "up_proj"),  # nemotron_h; it takes the adapters of Granite's Mamba layers
+            # nemotron_h; it takes the adapters of Granite's Mamba layers and of LFM2's convolutions
+            beside=("in_proj", "up_proj"),
+            without=("gate_proj",),
             why="it refuses adapters of out_proj in nemotron_h, because Mamba kernels read the base weight",
         ),
     ),

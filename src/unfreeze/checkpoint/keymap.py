@@ -147,11 +147,17 @@ def disk_module(module: str, rules: Sequence[StackRule]) -> str:
 
 
 def disk_modules(module: str, rules: Sequence[StackRule]) -> list[str]:
-    """`disk_module`, and its alternative name (`StackRule.instead`)."""
+    """`disk_module`, then its alternative names: of `StackRule.instead`, and of further whole rules."""
     param = f"{module}.weight"
     plain = tensor_sources(param, (1, 2), [rule for rule in rules if not rule.instead])
     other = tensor_sources(param, (1, 2), [rule for rule in rules if rule.instead])
-    return list(dict.fromkeys(sources[0].name.removesuffix(".weight") for sources in (plain, other)))
+    whole = [
+        rule.disk.format(**match.groupdict())
+        for rule in rules
+        if not rule.per_expert and (match := _pattern(rule.param).fullmatch(param))
+    ]
+    names = (plain[0].name, other[0].name, *whole)
+    return list(dict.fromkeys(name.removesuffix(".weight") for name in names))
 
 
 def _region(half: int | None, expert: int, shape: Sequence[int]) -> tuple[Index, tuple[int, ...]]:

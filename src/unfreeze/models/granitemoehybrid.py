@@ -48,13 +48,9 @@ FIELDS = Fields(
     },
     read=names("num_key_value_heads layer_types position_embedding_type"),
     null=names("num_key_value_heads"),
-    silent=names("mamba_chunk_size"),
+    only={"normalization_function": lambda config: "rmsnorm"},
+    silent=names("mamba_chunk_size init_method"),
 )
-
-
-def rotates(shape: Shape) -> bool:
-    """True if its attention has rotary positions."""
-    return shape.config.get("position_embedding_type") == "rope"
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
@@ -63,6 +59,11 @@ def shape(config: Mapping[str, Any]) -> Shape:
     mamba.check(sizes(config))
     moe = mixtral.moe_shape(config) if config["num_local_experts"] else None
     return replace(llama.shape(config), family="granitemoehybrid", moe=moe, layer_types=kinds)
+
+
+def any_rotates(shape: Shape) -> bool:
+    """True for position_embedding_type "rope" alone."""
+    return shape.config.get("position_embedding_type") == "rope"
 
 
 def renamed(shape: Shape) -> tuple[tuple[str, str], ...]:
@@ -94,7 +95,7 @@ def sizes(config: Mapping[str, Any]) -> mamba.Sizes:
 
 
 def layer(shape: Shape, index: int, make: Factory) -> ScaledLayer:
-    """Decoder layer `index`. It rotates only if position_embedding_type is "rope"."""
+    """Decoder layer `index`."""
     from unfreeze.models.layer import ScaledLayer
 
     config, linear = shape.config, shape.layer_types[index] == LINEAR
@@ -102,7 +103,7 @@ def layer(shape: Shape, index: int, make: Factory) -> ScaledLayer:
         mixer: Block = mamba.mixer(f"model.layers.{index}.mamba", shape.hidden_size, sizes(config), make)
     else:
         bias, scale = bool(config["attention_bias"]), float(config["attention_multiplier"])
-        rope = "" if config.get("position_embedding_type") == "rope" else None
+        rope = "" if any_rotates(shape) else None
         mixer = llama.attention(shape, index, make, qkv_bias=bias, output_bias=bias, scale=scale, rope=rope)
     return ScaledLayer(
         float(config["residual_multiplier"]),

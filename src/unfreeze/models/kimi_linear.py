@@ -91,8 +91,8 @@ FIELDS = Fields(
 )
 
 
-def rotates(shape: Shape) -> bool:
-    """False: no layer has rotary positions."""
+def any_rotates(shape: Shape) -> bool:
+    """False: neither kind of layer has positions."""
     return False
 
 

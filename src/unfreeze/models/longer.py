@@ -96,10 +96,6 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: text[name] for name in WRITTEN if name in text}
 
 
-def _always(shape: Shape) -> bool:
-    return True
-
-
 def _local(shape: Shape) -> dict[str, Any]:
     """The rotary table of sliding layers."""
     computed = shape.ropes[SLIDING].computed
@@ -108,12 +104,13 @@ def _local(shape: Shape) -> dict[str, Any]:
 
 
 def _refuse(shape: Shape, longer: Longer) -> None:
-    computed = shape.rope.computed
-    if not getattr(models.FAMILIES[shape.model_type], "rotates", _always)(shape):
+    family = models.FAMILIES[shape.model_type]
+    if not getattr(family, "any_rotates", lambda shape: True)(shape):
         raise ConfigError(
-            f"rope.scaling = {longer.scaling}, but no layer of this {shape.model_type} rotates",
-            next="train without rope.scaling and rope.factor: it has no positions that could be scaled",
+            f"rope.scaling = {longer.scaling}, but nothing rotates in this {shape.model_type}",
+            next=f"train within its {shape.max_positions:,} positions, without rope.scaling and rope.factor",
         )
+    computed = shape.rope.computed
     if computed is None or computed.kind != "default":
         table = rope_parameters(shape.config)
         numbers = {key: value for key, value in table.get(FULL, table).items() if not isinstance(value, list)}
@@ -122,7 +119,7 @@ def _refuse(shape: Shape, longer: Longer) -> None:
             f"rope.scaling = {longer.scaling}, but this {shape.model_type} scales already: {shown}",
             next=f"train within its {shape.max_positions:,} positions, without rope.scaling and rope.factor",
         )
-    known = getattr(models.FAMILIES[shape.model_type], "SCALED_BY", SCALINGS)
+    known = getattr(family, "SCALED_BY", SCALINGS)
     if longer.scaling not in known:
         raise ConfigError(
             f"rope.scaling = {longer.scaling} is not built for {shape.model_type}; built: {', '.join(known)}",

@@ -95,6 +95,8 @@ FIELDS = Fields(
     silent=names("auto_map attention_chunk_size hybrid_block_size num_nextn_predict_layers"),
     per_kind=(FULL, SLIDING),
 )
+SCALED_BY = ("ntk",)
+"""What --rope-scaling may write: the release's own code reads no rope_scaling."""
 
 
 def ignored(shape: Shape) -> tuple[str, ...]:

@@ -99,6 +99,11 @@ def ignored(shape: Shape) -> tuple[str, ...]:
     return (r"mtp\..*",)
 
 
+def any_rotates(shape: Shape) -> bool:
+    """False: attention has no positions."""
+    return False
+
+
 def kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The mixer of each layer: layers_block_type, or a letter each in hybrid_override_pattern."""
     listed = config.get("layers_block_type") or config.get("layer_types")
@@ -112,11 +117,6 @@ def kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     length = {"num_hidden_layers": len(listed), **config}
     declared = mamba.renamed_kinds({**length, "layer_types": listed})
     return layer_types(declared, lambda index: LINEAR, tuple(LETTERS.values()))
-
-
-def rotates(shape: Shape) -> bool:
-    """False: no layer has rotary positions."""
-    return False
 
 
 def shape(config: Mapping[str, Any]) -> Shape:

@@ -41,7 +41,7 @@ them."""
 SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layers with a recurrent state (Mamba)", ("mamba_d_state", "mamba_num_heads", "state_size", "ssm_cfg")),
     ("layers with a recurrent state (RG-LRU)", ("lru_width",)),
-    ("layers with a recurrent state (RWKV)", ("attention_hidden_size", "rescale_every")),
+    ("layers with a recurrent state (RWKV)", ("rescale_every",)),
     ("layers with a recurrent state (xLSTM)", ("sequence_kernel", "chunkwise_kernel")),
     (
         "layers with a recurrent state (linear attention)",

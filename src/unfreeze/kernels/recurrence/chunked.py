@@ -48,6 +48,8 @@ def segment_forward(
 
     q, k, v = chunks(q_tGk * rule.scale), chunks(k_tGk), chunks(v_tHv)
     by_channel = g.dim() == 3
+    # float32 sums of a chunk must not lose small decays behind a large one; `faded` makes the least one 0
+    g = g.clamp(min=LEAST - 1)
     total = chunks(g).cumsum(3)  # [n, G, J, C] or [n, G, 1, C, k]
     if by_channel:
         qk, kk = decayed_products((q, k), k, total)
