@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach, load_adapter, save_adapter, sites, verify_adapter
 from unfreeze.checkpoint import open_checkpoint
+from unfreeze.compress.deltas import Deltas
+from unfreeze.compress.merge import inputs_of, merge
+from unfreeze.compress.work import MergeWork
 from unfreeze.core.errors import CheckpointError
 from unfreeze.generate.open import open_model
 from unfreeze.models import kimi_linear
@@ -263,3 +266,21 @@ def test_a_quantized_dense_layer_of_kimi_is_read_under_both_of_its_names(tmp_pat
         assert model.get_submodule("model.layers.0.mlp.gate_proj").codec is not None
         logits = model.logits(model.hidden(batch_of(documents())))
         assert (logits - expected).abs().max() <= 1e-4
+
+
+def test_kimis_decays_stay_in_float32_in_a_merge_to_bf16(tmp_path):
+    """A_log is [1, 1, H, 1]: a vector, with the dimensions of a matrix."""
+    oracle("kimi-linear").save_pretrained(tmp_path / "base")
+    model = made("kimi-linear")
+    attach(model, LoraConfig(rank=2, alpha=4.0), seed=0)
+    save_adapter(model, tmp_path / "adapter", base_name="base")
+    manifest = open_checkpoint(tmp_path / "base")
+    meta = models.meta_model(model.shape, manifest, torch.float32)
+    deltas = Deltas(meta, tmp_path / "adapter")
+    given = inputs_of(manifest, tmp_path / "adapter", "bf16", "refit")
+    merge(MergeWork(manifest, meta, deltas, "bf16"), deltas, tmp_path / "out", given, "refit", None)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "out"))
+    for key, tensor in after.items():
+        if key.endswith(("A_log", "dt_bias")):
+            assert torch.equal(tensor, before[key]) and tensor.dtype == torch.float32
+    assert after["model.layers.0.self_attn.q_conv1d.weight"].dtype == torch.bfloat16

@@ -285,9 +285,14 @@ def _order(weight: Weight) -> tuple[str, int, str]:
 
 
 def _is_matrix(weight: Weight) -> bool:
-    """True for a dense float tensor that a bf16 release has in bf16: not a vector, not the router's."""
+    """True for a dense float tensor that a bf16 release has in bf16: not a vector, not the router's.
+
+    Kimi's A_log [1, 1, H, 1] is a vector; a gate of shared experts [1, D] is none.
+    """
     info = weight.parts.get("")
-    return info is not None and info.dtype in FLOATS and len(info.shape) > 1 and weight.group != "router"
+    if info is None or info.dtype not in FLOATS or weight.group == "router":
+        return False
+    return len(info.shape) == 2 or sum(size > 1 for size in info.shape) > 1
 
 
 def _module(source: TensorSource) -> str:
