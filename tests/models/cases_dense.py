@@ -267,6 +267,14 @@ CASES = {
             },
         },
     ),
+    "olmo3-plain": Case(
+        "Olmo3",
+        {
+            **GROUPED,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+    ),
     "gemma4-window": Case("Gemma4", GEMMA_4, config="Gemma4TextConfig"),
     # no layer differs: per_layer_config is {}
     "gemma4-one-width": Case("Gemma4", {**GEMMA_4, "global_head_dim": 16}, config="Gemma4TextConfig"),

@@ -30,9 +30,6 @@ PLAIN = (
     *("glm4-moe", "qwen2-moe", "mixtral", "deepseek-v2", "ernie4-5-moe", "minimax-m2", "granitemoe"),
     *("qwen3-vl-moe", "olmo3-plain"),
 )
-CASES["olmo3-plain"] = CASES["olmo3-yarn"]._replace(
-    fields={key: value for key, value in CASES["olmo3-yarn"].fields.items() if key != "rope_parameters"}
-)
 ALL_THREE = ("llama", "qwen3-vl", "gemma3-nested", "deepseek-v3", "glm4-moe")
 NTK = ("phi3", "nanochat", "llama4-nested", "mimo-v2-flash")
 HYBRIDS = ("granite4-dense-rotated-limits-tied", "lfm2", "lfm2-moe", "qwen3.5-nested-tied", "qwen3-next")
