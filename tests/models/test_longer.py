@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from family_cases import CASES, batch_of, oracle
+from family_cases import batch_of, oracle
 
 from unfreeze import models
 from unfreeze.checkpoint import open_checkpoint
