@@ -224,6 +224,8 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
         small.get("layer_types") or ()
     ):  # transformers' cache needs attention somewhere
         small["layer_types"] = [*small["layer_types"][:-1], "full_attention"]
+    if text.get("linear_key_head_dim"):  # at .2 float32 itself is .0004 from float64 in two such layers
+        small["initializer_range"] = 0.05
     for name in ("hybrid_override_pattern", "layers_block_type"):  # Nemotron-H: a layer of each kind
         if text.get(name):
             kinds = list(dict.fromkeys(text[name]))

@@ -157,7 +157,7 @@ def test_plan_says_it_and_what_is_half_given_is_refused(base, capsys):
     assert cli.main(["plan", str(base), "--hardware", "cpu:24GB", *SCALED, "--sequence-length", "200"]) == 0
     assert "positions are scaled: yarn, factor 4" in capsys.readouterr().out
     assert cli.main(["plan", str(base), "--rope-factor", "4"]) == 2
-    assert "rope.scaling = none and rope.factor = 4: both" in capsys.readouterr().err
+    assert "rope.scaling = none, rope.factor = 4: give both" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="the shared model is not here")

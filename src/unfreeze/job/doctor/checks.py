@@ -172,15 +172,10 @@ def check_checkpoint(subject: Subject) -> Iterator[Finding]:
     carried = models.beside(manifest.config)
     if carried:
         yield Finding("checkpoint", "ok", carried)
+    remedy = "ask the publisher what they change; a program that uses them may compute other numbers"
     for note in models.notes(manifest.config):
-        if note == carried:
-            continue
-        yield Finding(
-            "checkpoint",
-            "warn",
-            note,
-            "ask the publisher what they change; a program that uses them may compute other numbers",
-        )
+        if note != carried:
+            yield Finding("checkpoint", "warn", note, remedy)
 
 
 def vocabulary_finding(subject: Subject) -> Iterator[Finding]:

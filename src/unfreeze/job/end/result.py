@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unfreeze.adapters.readers import VLLM_CANNOT
 from unfreeze.config.recipes import read_resolved
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
@@ -72,6 +71,8 @@ def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bo
         return f'next: unfreeze chat {name}    unfreeze generate {name} --prompt "…"'
     plan = last(read_events(run_dir / "events.jsonl"), PlanEvent)
     note = plan.get("export_note", "") if plan else ""
+    from unfreeze.adapters.readers import VLLM_CANNOT  # here: the package brings torch
+
     reader = "peft" if note.startswith(VLLM_CANNOT) else "vllm"
     lines = [f"next: unfreeze chat {name}    unfreeze export {name} --for {reader}", *folded(note, "  ")]
     return "\n".join(lines)
