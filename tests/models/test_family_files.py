@@ -238,7 +238,7 @@ def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, re
             # also a state per segment, which the plan leaves out
             windows = [part for part in layer.modules() if isinstance(part, ShortConv)]
             state = recurrent - sum(part.state_bytes(torch.float32) for part in windows)
-            said += sum(segment.documents for segment in run.segments.each[1:]) * state
+            said += sum(segment.after for segment in run.segments.each) * state
         elif shape is not None and shape.window is None and not shape.by_blocks:
             # torch's own attention repeats keys and values
             said += 4 * T * (shape.heads - shape.key_heads) * (shape.width + shape.value_width)

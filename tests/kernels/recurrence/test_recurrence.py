@@ -3,6 +3,9 @@
 T tokens, S documents, G key heads, H value heads, k and v their widths.
 """
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,25 +13,31 @@ from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from unfreeze.kernels.recurrence import (
+    Inputs,
     Rule,
     Segments,
     final_states,
     packed_recurrence,
     recurrence_step,
     segments,
+    workspace_bytes,
 )
 from unfreeze.kernels.recurrence import chunked as chunks
 
+SPEC = importlib.util.spec_from_file_location("live", Path(__file__).parents[2] / "parallel" / "live.py")
+live = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(live)
 KINDS = ("delta rule", "kda", "ssd")
 LENGTHS = (65, 1, 130, 16, 64, 3, 40)
 RULES = {"delta rule": Rule(0.25, normalized=True), "kda": Rule(0.25, normalized=True), "ssd": Rule()}
+HELD = {"delta rule": "delta", "kda": "channel", "ssd": "additive"}
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch):
     """Several segments in a small batch: their states and gradients flow from one to the next."""
-    monkeypatch.setitem(segments.SLOTS, "cpu", 256)
+    monkeypatch.setitem(segments.CHUNKS, "cpu", 4)
 
 
 def inputs_of(kind, dtype=torch.float64, lengths=LENGTHS, G=2, H=4, k=16, v=8) -> list[Tensor | None]:
@@ -53,8 +62,8 @@ def chunked(inputs, kind, lengths=LENGTHS, starts=None):
     """(o of packed_recurrence, the states after each document)."""
     starts = starts_of(lengths) if starts is None else starts
     every = Segments.build(starts, sum(lengths), "cpu")
-    o = packed_recurrence(*inputs, every, RULES[kind])
-    again, states = final_states(*inputs, every, RULES[kind])
+    o = packed_recurrence(Inputs(*inputs), every, RULES[kind])
+    again, states = final_states(Inputs(*inputs), every, RULES[kind])
     assert torch.allclose(o, again, rtol=0, atol=0, equal_nan=True)
     return o, states
 
@@ -67,7 +76,7 @@ def by_tokens(inputs, kind, lengths=LENGTHS):
         state = q.new_zeros(1, v.shape[1], q.shape[2], v.shape[2])
         for t in range(start, start + length):
             token = [None if x is None else x[t : t + 1] for x in inputs]
-            o, state = recurrence_step(*token, state, RULES[kind])
+            o, state = recurrence_step(Inputs(*token), state, RULES[kind])
             outputs.append(o)
         states.append(state)
     return torch.cat(outputs), torch.cat(states)
@@ -129,6 +138,24 @@ def test_ssd_is_attention_with_decayed_scores():
     o, _ = chunked(inputs, "ssd")
     assert apart((o,), (torch.cat(wanted),)) <= 1e-9
     assert apart(gradients(o, inputs), gradients(torch.cat(wanted), inputs)) <= 1e-9
+
+
+@each_kind
+@pytest.mark.parametrize("lengths", [(1024,), (64,) * 16, (300, 40, 40, 20), (16,) * 64, (1,) * 100], ids=len)
+def test_the_workspace_is_bounded_whatever_the_documents(kind, lengths, monkeypatch):
+    """Backward's live bytes beyond the inputs' gradients; the plan has the most, of documents of one chunk."""
+    monkeypatch.setitem(segments.CHUNKS, "cpu", 8)
+    inputs = inputs_of(kind, torch.float32, lengths, G=4, H=8 if kind != "kda" else 4, k=32, v=32)
+    every = Segments.build(tuple(starts_of(lengths)), sum(lengths), "cpu")
+    o = packed_recurrence(Inputs(*inputs), every, RULES[kind])
+    there, probe = [x for x in inputs if x is not None], torch.ones_like(o)
+    with live.Live([*there, o, probe]) as watch:
+        torch.autograd.grad(o, there, probe)
+    peak = watch.peak - sum(x.nbytes for x in there)
+    planned = workspace_bytes(4, inputs[2].shape[1], 32, 32, "cpu", HELD[kind])
+    assert peak <= 1.05 * planned
+    if lengths == (64,) * 16:
+        assert peak >= 0.8 * planned
 
 
 @each_kind

@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 import torch
 
-from unfreeze.kernels.state_scan import Steps, reference, state_scan
+from unfreeze.kernels.state_scan import OP, WIDEST, Steps, reference, state_scan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNTS = (3, 3, 2, 1)
@@ -78,3 +78,17 @@ def test_triton_equals_the_reference(delta, channel, sizes):
         grads = [torch.randn_like(part) for part in want]
         got, want = (part.backward(*grads, *scaled[1:4], steps) for part in (triton_cuda, reference))
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_states_wider_than_the_kernels_two_halves_run_by_the_reference():
+    """More than 128 keys would be left out of every product."""
+    from unfreeze.kernels.state_scan.triton_cuda import KEYS
+
+    can = OP.candidates["triton"].can
+    assert not can("cuda", torch.float32, "wide") and WIDEST == 2 * KEYS
+    refused = OP.candidates["triton"].refuses("cuda", torch.float32)
+    assert can("cuda", torch.float32, "delta") or refused  # control
+    arguments = inputs(sizes=(5, WIDEST + 1, 6))
+    for got, want in zip(state_scan(*arguments), by_document(*arguments), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)

@@ -16,77 +16,61 @@ T tokens, S documents or rows, G key heads, H value heads (a multiple of G), k a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unfreeze.kernels.recompute import Reuse, compute_now
-from unfreeze.kernels.recurrence.chunked import segment_forward
-from unfreeze.kernels.recurrence.segments import CHUNK, SLOTS, Segments
+from unfreeze.kernels.recurrence.chunked import segment_forward, workspace_bytes
+from unfreeze.kernels.recurrence.inputs import Inputs, Rule, wide
+from unfreeze.kernels.recurrence.segments import Segments
 
-__all__ = ["Rule", "Segments", "final_states", "packed_recurrence", "recurrence_step", "workspace_bytes"]
+__all__ = [
+    "Inputs",
+    "Rule",
+    "Segments",
+    "final_states",
+    "packed_recurrence",
+    "recurrence_step",
+    "workspace_bytes",
+]
 
 
-class Rule(NamedTuple):
-    """scale: factor of q. normalized: q and k are divided by their length first, sqrt(Σ x² + 1e-6)."""
-
-    scale: float = 1.0
-    normalized: bool = False
-
-
-def packed_recurrence(
-    q_TGk: Tensor,
-    k_TGk: Tensor,
-    v_THv: Tensor,
-    g_TH: Tensor,
-    beta_TH: Tensor | None,
-    segments: Segments,
-    rule: Rule,
-    reuse: Reuse | None = None,
-) -> Tensor:
+def packed_recurrence(inputs: Inputs, segments: Segments, rule: Rule, reuse: Reuse | None = None) -> Tensor:
     """o [T, H, v] in v's dtype.
 
-    g_TH [T, H] or [T, H, k] float32; beta_TH [T, H] or None. Backward keeps the inputs and a state per
-    segment but the first, and computes the rest again. `reuse`: of a layer that is recomputed.
+    Backward keeps the inputs and the state between two segments of a document, and computes the rest again.
+    `reuse`: of a layer that is recomputed.
     """
-    return _Packed.apply(q_TGk, k_TGk, v_THv, g_TH, beta_TH, segments, rule, reuse or compute_now)
+    return _Packed.apply(*inputs, segments, rule, reuse or compute_now)
 
 
-def final_states(
-    q_TGk: Tensor,
-    k_TGk: Tensor,
-    v_THv: Tensor,
-    g_TH: Tensor,
-    beta_TH: Tensor | None,
-    segments: Segments,
-    rule: Rule,
-) -> tuple[Tensor, Tensor]:
-    """(o as packed_recurrence, the state after each document [S, H, k, v] in float32), without gradients."""
-    with torch.no_grad():
-        o_THv, _, ended = _forward((q_TGk, k_TGk, v_THv, g_TH, beta_TH), segments, rule, final=True)
-    final = torch.empty_like(ended)
-    final[segments.order_S] = ended
-    return o_THv, final
+@torch.no_grad()
+def final_states(inputs: Inputs, segments: Segments, rule: Rule) -> tuple[Tensor, Tensor]:
+    """(o as packed_recurrence, the state behind each document [S, H, k, v] in float32), without gradients."""
+    ended_SHkv = _zeros(inputs, len(segments.last_S))
+    o_THv, _ = _forward(inputs, segments, rule, ended_SHkv)
+    final_SHkv = torch.empty_like(ended_SHkv)
+    final_SHkv[segments.order_S] = ended_SHkv
+    return o_THv, final_SHkv
 
 
 def _forward(
-    inputs: tuple[Tensor | None, ...], segments: Segments, rule: Rule, *, final: bool
-) -> tuple[Tensor, list[Tensor], Tensor]:
-    """(o, the state before each segment but the first, the last states of the documents if `final`)."""
-    q_TGk, _, v_THv, *_ = inputs
-    assert q_TGk is not None and v_THv is not None
-    o_THv = torch.empty_like(v_THv, memory_format=torch.contiguous_format)
-    state = _zeros(q_TGk, v_THv, segments.each[0].documents)
-    states, ended = [state], torch.empty_like(state) if final else state
+    inputs: Inputs, segments: Segments, rule: Rule, ended_SHkv: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """(o, the states carried from a segment into the next); fills ended: states of documents by `place`."""
+    o_THv = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+    carried: list[Tensor] = []
     for segment in segments.each:
-        own = _of(inputs, segment.tokens_t)
-        o_tHv, after = segment_forward(own, states[-1], segment, segments, rule)
+        state = _zeros(inputs, segment.documents) if segment.begins else carried[-1]
+        o_tHv, after = segment_forward(inputs.wide(segment.tokens_t), state, segment, rule)
         o_THv[segment.tokens_t] = o_tHv.to(o_THv.dtype)
-        states.append(after[: segment.after])
-        if final:
-            ended[segment.after : segment.documents] = after[segment.after :]
-    return o_THv, states[1:-1], ended
+        if segment.after:
+            carried.append(after[: segment.after].clone())
+        if ended_SHkv is not None:
+            ended_SHkv[segment.ending] = after[segment.after :]
+    return o_THv, carried
 
 
 class _Packed(torch.autograd.Function):
@@ -102,81 +86,45 @@ class _Packed(torch.autograd.Function):
         rule: Rule,
         reuse: Reuse,
     ) -> Tensor:
-        inputs = (q_TGk, k_TGk, v_THv, g_TH, beta_TH)
-        o_THv, states = reuse(lambda: _forward(inputs, segments, rule, final=False)[:2])
-        ctx.save_for_backward(*(x for x in inputs if x is not None), *states)
-        ctx.segments, ctx.rule, ctx.num = segments, rule, len(inputs) - (beta_TH is None)
+        inputs = Inputs(q_TGk, k_TGk, v_THv, g_TH, beta_TH)
+        o_THv, carried = reuse(lambda: _forward(inputs, segments, rule))
+        ctx.save_for_backward(*inputs, *carried)
+        ctx.segments, ctx.rule = segments, rule
         return o_THv
 
     @staticmethod
     def backward(ctx: Any, do_THv: Tensor) -> tuple[Tensor | None, ...]:
-        """Segments from the last to the first; dstate flows from each to the one before."""
-        inputs, states = ctx.saved_tensors[: ctx.num], ctx.saved_tensors[ctx.num :]
-        first = _zeros(inputs[0], inputs[2], ctx.segments.each[0].documents)
-        gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+        """Segments from the last to the first; dstate flows from each into the one before."""
+        inputs, carried = Inputs(*ctx.saved_tensors[:5]), list(ctx.saved_tensors[5:])
+        gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs.tensors]
         dstate: Tensor | None = None
-        for segment, state in zip(reversed(ctx.segments.each), (*reversed(states), first), strict=True):
-            own = [x.requires_grad_() for x in _of(inputs, segment.tokens_t)]
-            padded = [*own, None] if len(own) == 4 else own
+        for segment in reversed(ctx.segments.each):
+            state = _zeros(inputs, segment.documents) if segment.begins else carried.pop()
+            own = inputs.wide(segment.tokens_t)
+            learnt = [x.requires_grad_() for x in (*own.tensors, state)]
             with torch.enable_grad():
-                state = state.detach().requires_grad_()
-                o_tHv, after = segment_forward(padded, state, segment, ctx.segments, ctx.rule)
+                o_tHv, after = segment_forward(own, state, segment, ctx.rule)
                 outputs, arriving = [o_tHv], [do_THv[segment.tokens_t].to(o_tHv.dtype)]
                 if dstate is not None:
                     outputs, arriving = [*outputs, after[: segment.after]], [*arriving, dstate]
-                *d_own, dstate = torch.autograd.grad(outputs, [*own, state], arriving)
-            for whole, part in zip(gradients, d_own, strict=True):
+                *parts, dstate = torch.autograd.grad(outputs, learnt, arriving)
+            for whole, part in zip(gradients, parts, strict=True):
                 whole[segment.tokens_t] = part.to(whole.dtype)
-        none = (None,) if len(gradients) == 4 else ()
-        return *gradients, *none, None, None, None
+            if segment.begins:
+                dstate = None
+        return *gradients, *([None] * (5 - len(gradients))), None, None, None
 
 
-def workspace_bytes(G: int, H: int, k: int, v: int, device: str, *, by_channel: bool = False) -> int:
-    """Bytes that backward of a segment adds: float32 tensors per slot, counted in segment_forward.
-
-    Per value head: 6 [v] and 6 [k] rows, and 5 rows of a chunk's products; per key head 6 [k] rows, with a
-    decay per channel 24 and their gradients; each twice, with its gradient.
-    """
-    products = 5 * CHUNK if not by_channel else 12 * CHUNK
-    return 8 * SLOTS[device] * (H * (6 * v + 6 * k + products) + G * k * (24 if by_channel else 6))
+def _zeros(inputs: Inputs, documents: int) -> Tensor:
+    v = inputs.v
+    return v.new_zeros(documents, v.shape[1], inputs.q.shape[2], v.shape[2], dtype=wide(v))
 
 
-def _of(inputs: Any, tokens_t: Tensor) -> list[Any]:
-    """The rows of these tokens, in float32 at least (float64 for tests)."""
-    return [
-        None if x is None else x.detach()[tokens_t].to(torch.promote_types(x.dtype, torch.float32))
-        for x in inputs
-    ]
-
-
-def _zeros(q_TGk: Tensor, v_THv: Tensor, rows: int) -> Tensor:
-    dtype = torch.promote_types(v_THv.dtype, torch.float32)
-    return v_THv.new_zeros(rows, v_THv.shape[1], q_TGk.shape[2], v_THv.shape[2], dtype=dtype)
-
-
-def recurrence_step(
-    q_SGk: Tensor,
-    k_SGk: Tensor,
-    v_SHv: Tensor,
-    g_SH: Tensor,
-    beta_SH: Tensor | None,
-    state_SHkv: Tensor,
-    rule: Rule,
-) -> tuple[Tensor, Tensor]:
+def recurrence_step(inputs: Inputs, state_SHkv: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """One token per row: (o [S, H, v] in v's dtype, the new state). The formula at the top of this file."""
-    q, k, v, g = (x.to(state_SHkv.dtype) for x in (q_SGk, k_SGk, v_SHv, g_SH))
-    if rule.normalized:
-        q, k = unit(q), unit(k)
-    each = v.shape[1] // q.shape[1]
-    q, k = ((x.repeat_interleave(each, 1))[..., None] for x in (q * rule.scale, k))
+    q, k, v, g, beta = inputs.wide()
+    q, k = ((x.repeat_interleave(v.shape[1] // x.shape[1], 1))[..., None] for x in rule.prepared(q, k))
     state = state_SHkv * g.exp().reshape(*g.shape[:2], -1, 1)
-    u = v
-    if beta_SH is not None:
-        u = beta_SH.to(v.dtype)[..., None] * (v - (state * k).sum(-2))
+    u = v if beta is None else beta[..., None] * (v - (state * k).sum(-2))
     state = state + k * u[..., None, :]
-    return (state * q).sum(-2).to(v_SHv.dtype), state
-
-
-def unit(x: Tensor) -> Tensor:
-    """x / sqrt(Σ x² + 1e-6): the length that Qwen's and Kimi's kernels divide by."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    return (state * q).sum(-2).to(inputs.v.dtype), state

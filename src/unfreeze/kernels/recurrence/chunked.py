@@ -16,68 +16,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.recurrence.segments import Segment, Segments
+from unfreeze.kernels.recurrence.inputs import Inputs, Rule
+from unfreeze.kernels.recurrence.segments import CHUNK, CHUNKS, Segment
 from unfreeze.kernels.state_scan import state_scan
-
-if TYPE_CHECKING:
-    from unfreeze.kernels.recurrence import Rule
 
 
 def segment_forward(
-    inputs: Sequence[Tensor | None], state: Tensor, segment: Segment, segments: Segments, rule: Rule
+    inputs: Inputs, state_SHkv: Tensor, segment: Segment, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    """(o [t, H, v], the state behind the segment of each of its documents).
+    """(o [t, H, v], the states of the segment's documents behind it [S, H, k, v]).
 
-    inputs: q, k, v, g, beta of the segment's tokens. state [documents of the first step, H, k, v].
+    inputs: of the segment's tokens, in float32. state: before the segment.
     """
-    q_tGk, k_tGk, v_tHv, g, beta_tH = inputs
-    assert q_tGk is not None and k_tGk is not None and v_tHv is not None and g is not None
-    if rule.normalized:
-        q_tGk, k_tGk = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q_tGk, k_tGk))
-    n, C, G = segment.chunks, segments.chunk, q_tGk.shape[1]
+    q_tGk, k_tGk = rule.prepared(inputs.q, inputs.k)
+    n, C, G = segment.chunks, segment.chunk, q_tGk.shape[1]
 
     def chunks(x: Tensor) -> Tensor:
         """[t, heads, …] -> [n, G, J, C, …]; J = 1 for q and k. Padding is zero: it changes no state."""
         slots = x.new_zeros(n * C, *x.shape[1:]).index_copy(0, segment.slots_t, x)
         return slots.view(n, C, G, -1, *x.shape[2:]).movedim(1, 3)
 
-    q, k, v = chunks(q_tGk * rule.scale), chunks(k_tGk), chunks(v_tHv)
-    by_channel = g.dim() == 3
+    q, k, v = chunks(q_tGk), chunks(k_tGk), chunks(inputs.v)
     # float32 sums of a chunk must not lose small decays behind a large one; `faded` makes the least one 0
-    g = g.clamp(min=LEAST - 1)
-    total = chunks(g).cumsum(3)  # [n, G, J, C] or [n, G, 1, C, k]
-    if by_channel:
+    total = chunks(inputs.g.clamp(min=LEAST - 1)).cumsum(3)  # [n, G, J, C], or [n, G, J, C, k]
+    if inputs.g.dim() == 3:
         qk, kk = decayed_products((q, k), k, total)
-        decay = faded(total)
-        to_end = faded(total[..., -1:, :] - total)
-        whole = decay[..., -1, :, None]
+        decay, to_end = faded(total), faded(total[..., -1:, :] - total)
     else:
         seen = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
         between = faded((total[..., :, None] - total[..., None, :]).masked_fill(~seen, -torch.inf))
         qk = (q @ k.mT) * between
-        kk = (k @ k.mT) * between if beta_tH is not None else between
-        decay = faded(total)[..., None]
-        to_end = faded(total[..., -1:] - total)[..., None]
-        whole = decay[..., -1, :, None]
-    q_in, k_out = q * decay, k * to_end
-    u = v
-    forget: Tensor | None = None
-    if beta_tH is not None:
-        beta = chunks(beta_tH)[..., None]
+        kk = (k @ k.mT) * between if inputs.beta is not None else between
+        decay, to_end = faded(total)[..., None], faded(total[..., -1:] - total)[..., None]
+    q_in, k_out, whole = q * decay, (k * to_end).flatten(1, 2), decay[..., -1, :, None].flatten(1, 2)
+
+    u, forget = v, None
+    if inputs.beta is not None:
+        beta = chunks(inputs.beta)[..., None]
         inverse = _Inverse.apply((beta * kk).tril(-1))
-        u, forget = inverse @ (beta * v), inverse @ (beta * decay * k)
+        u, forget = inverse @ (beta * v), (inverse @ (beta * decay * k)).flatten(1, 2)
     # the only sequential part: the state through the chunks of each document
-    heads = u.shape[1:3]
-    one = forget if forget is None else forget.flatten(1, 2)
-    before, own, after = state_scan(
-        u.flatten(1, 2), one, k_out.flatten(1, 2), whole.flatten(1, 2), state, segment.steps
-    )
-    o = q_in @ before.unflatten(1, heads) + qk @ own.unflatten(1, heads)
+    before, own, after = state_scan(u.flatten(1, 2), forget, k_out, whole, state_SHkv, segment.steps)
+    o = q_in @ before.unflatten(1, u.shape[1:3]) + qk @ own.unflatten(1, u.shape[1:3])
     return o.movedim(3, 1).reshape(n * C, -1, o.shape[-1])[segment.slots_t], after
 
 
@@ -156,3 +141,20 @@ def decayed_products(lefts: Sequence[Tensor], right: Tensor, total: Tensor) -> l
             out[index] = torch.cat((above, torch.cat((below, second), -1)), -2)
         half *= 2
     return [block.squeeze(-3) for block in out]
+
+
+Kind = Literal["delta", "channel", "additive"]
+"""The recurrences by what they hold: the delta rule, with a decay per channel (KDA), no rule (SSD)."""
+ROWS: dict[Kind, tuple[int, int, int]] = {"delta": (7, 7, 0), "channel": (7, 7, 25), "additive": (3, 6, 0)}
+"""Float32 numbers per slot and value head at the peak of backward, in units of (k + v, C, k)."""
+
+
+def workspace_bytes(G: int, H: int, k: int, v: int, device: str, kind: Kind) -> int:
+    """Bytes that backward of a segment adds: float32 tensors of its slots, and ten states of each chunk.
+
+    Queries and keys of the G key heads are held six times. tests/kernels/recurrence compares it with the
+    bytes that are live.
+    """
+    of_widths, of_chunk, of_keys = ROWS[kind]
+    of_slot = H * (of_widths * (k + v) + of_chunk * CHUNK + of_keys * k) + 6 * G * k
+    return 4 * CHUNKS[device] * (CHUNK * of_slot + 10 * H * k * v)

@@ -7,11 +7,15 @@ T tokens, S rows, C channels, K taps.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from unfreeze.kernels.loops.rows import slabs
+from unfreeze.kernels.recompute import work_bytes
 
 __all__ = ["conv_step", "packed_conv", "tail_of"]
 
@@ -38,39 +42,54 @@ class _Packed(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_TC, weight_CK, bias_C, offsets_T)
         ctx.silu = silu
-        sum_TC = _sum(x_TC, weight_CK, bias_C, offsets_T)
-        return (F.silu(sum_TC) if silu else sum_TC).to(x_TC.dtype)
+        y_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
+        for some in _channels(x_TC):
+            sum_Tc = _sum(x_TC, weight_CK, bias_C, offsets_T, some)
+            y_TC[:, some] = F.silu(sum_Tc, inplace=True) if silu else sum_Tc
+        return y_TC
 
     @staticmethod
     def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
         x_TC, weight_CK, bias_C, offsets_T = ctx.saved_tensors
-        d_TC = dy_TC.to(_wide(x_TC))
-        if ctx.silu:
-            sum_TC = _sum(x_TC, weight_CK, bias_C, offsets_T)
-            s_TC = sum_TC.sigmoid()
-            d_TC = d_TC * s_TC * (1 + sum_TC * (1 - s_TC))
-        K, learns = weight_CK.shape[1], ctx.needs_input_grad[1]
-        w_CK, dx_TC = weight_CK.to(d_TC.dtype), torch.zeros_like(d_TC)
-        dw_CK = torch.zeros_like(w_CK)
-        for i in range(min(K, len(d_TC))):
-            own_TC = d_TC[i:] * (offsets_T[i:, None] >= i) if i else d_TC
-            dx_TC[: len(own_TC)] += own_TC * w_CK[:, K - 1 - i]
-            if learns:
-                dw_CK[:, K - 1 - i] = (own_TC * x_TC[: len(own_TC)]).sum(0)
-        db_C = d_TC.sum(0).to(bias_C.dtype) if bias_C is not None else None
-        return dx_TC.to(x_TC.dtype), dw_CK.to(weight_CK.dtype) if learns else None, db_C, None, None
+        (T, K), learns = (len(x_TC), weight_CK.shape[1]), ctx.needs_input_grad[1]
+        wide = _wide(x_TC)
+        dx_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
+        dw_CK = torch.zeros_like(weight_CK, dtype=wide)
+        db_C = None if bias_C is None else torch.empty_like(bias_C)
+        for some in _channels(x_TC):
+            d_Tc = dy_TC[:, some].to(wide)
+            if ctx.silu:
+                sum_Tc = _sum(x_TC, weight_CK, bias_C, offsets_T, some)
+                d_Tc = torch.ops.aten.silu_backward(d_Tc, sum_Tc)
+                del sum_Tc
+            w_cK, dx_Tc = weight_CK[some].to(wide), torch.zeros_like(d_Tc)
+            for i in range(min(K, T)):
+                own_Tc = d_Tc[i:] * (offsets_T[i:, None] >= i) if i else d_Tc
+                dx_Tc[: T - i].addcmul_(own_Tc, w_cK[:, K - 1 - i])
+                if learns:
+                    dw_CK[some, K - 1 - i] = (own_Tc * x_TC[: T - i, some]).sum(0)
+            dx_TC[:, some] = dx_Tc
+            if db_C is not None:
+                db_C[some] = d_Tc.sum(0)
+        return dx_TC, dw_CK.to(weight_CK.dtype) if learns else None, db_C, None, None
+
+
+def _channels(x_TC: Tensor) -> Iterator[slice]:
+    """Blocks of channels, which are independent; four float32 tensors of one fit in `work_bytes`."""
+    return slabs(x_TC.shape[1], 16 * len(x_TC), work_bytes(x_TC.device.type))
 
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _sum(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, offsets_T: Tensor) -> Tensor:
-    K, x, w_CK = weight_CK.shape[1], x_TC.to(_wide(x_TC)), weight_CK.to(_wide(x_TC))
-    sum_TC = x * w_CK[:, K - 1]
-    for i in range(1, min(K, len(x))):
-        sum_TC[i:] += x[:-i] * w_CK[:, K - 1 - i] * (offsets_T[i:, None] >= i)
-    return sum_TC if bias_C is None else sum_TC.add_(bias_C)
+def _sum(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, offsets_T: Tensor, some: slice) -> Tensor:
+    """The sum of these channels, float32 at least."""
+    K, x_Tc, w_cK = weight_CK.shape[1], x_TC[:, some].to(_wide(x_TC)), weight_CK[some].to(_wide(x_TC))
+    sum_Tc = x_Tc * w_cK[:, K - 1]
+    for i in range(1, min(K, len(x_Tc))):
+        sum_Tc[i:].addcmul_(x_Tc[:-i] * (offsets_T[i:, None] >= i), w_cK[:, K - 1 - i])
+    return sum_Tc if bias_C is None else sum_Tc.add_(bias_C[some])
 
 
 def tail_of(x_TC: Tensor, offsets_T: Tensor, last_S: Tensor, taps: int) -> Tensor:

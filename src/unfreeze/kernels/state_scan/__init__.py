@@ -158,7 +158,9 @@ OP = Op(
     reference=_by(reference),
     candidates={
         "triton": triton_options.candidate(
-            _triton, "one launch where the reference has six per chunk of the longest document"
+            _triton,
+            "one launch where the reference has six per chunk of the longest document",
+            computes=("delta", "additive"),
         )
     },
     cases=(

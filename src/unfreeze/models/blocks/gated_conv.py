@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.recompute import work_bytes
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.passes import Pass
@@ -31,8 +32,7 @@ class GatedConv(Block):
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: in_proj's product (3 D), input and output of the convolution, and out_proj's input.
 
-        Own: gradients of C, of the convolution's output, float32 once, and of its input. Recomputation keeps
-        the products.
+        Own: gradients of the three parts of the product. Recomputation keeps the products.
         """
         D, size = self.conv.channels, dtype.itemsize
-        return Bytes(held=6 * D * size, own=4 * D * size + 8 * D, linear=4 * D * size)
+        return Bytes(held=6 * D * size, own=3 * D * size, linear=4 * D * size, scratch=work_bytes(device))

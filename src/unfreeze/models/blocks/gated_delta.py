@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.recurrence import Rule, workspace_bytes
+from unfreeze.kernels.recompute import work_bytes
+from unfreeze.kernels.recurrence import Inputs, Rule, workspace_bytes
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.passes import Pass
@@ -57,7 +58,8 @@ class GatedDeltaNet(Block):
         q_TGk, k_TGk, v_THv = (
             part.unflatten(-1, (-1, width)) for part, width in ((q_TC, k), (k_TC, k), (v_TC, v))
         )
-        o_THv = run.recur(self.name, q_TGk, k_TGk, v_THv, self.decay(a_TH), b_TH.sigmoid(), self.rule)
+        inputs = Inputs(q_TGk, k_TGk, v_THv, self.decay(a_TH), b_TH.sigmoid())
+        o_THv = run.recur(self.name, inputs, self.rule)
         return self.out_proj(self.norm(o_THv, z_THv).flatten(1), run.reuse_linear)
 
     def project(self, x_TD: Tensor, run: Pass) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -76,17 +78,17 @@ class GatedDeltaNet(Block):
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: input and output of the convolution, z, o, o normed and gated, β, b, a, g.
 
-        Own: gradients of o, z, of the convolution's output, which is float32 once, and of its input.
+        Own: the gradient of the convolution's output, once those of o and z have taken their places.
         Recomputation keeps o and, with its linear layers, the products; a state per segment is in no term.
         """
         size, C, z = dtype.itemsize, self.conv1d.channels, self.value_heads * self.value_width
         G, H, k, v = self.key_heads, self.value_heads, self.key_width, self.value_width
         return Bytes(
             held=(2 * C + 3 * z + 3 * H) * size + 4 * H,
-            own=(C + 2 * z) * size + 8 * C,
+            own=C * size,
             expensive=z * size,
             linear=(C + z + 2 * H) * size,
-            scratch=workspace_bytes(G, H, k, v, device),
+            scratch=max(work_bytes(device), workspace_bytes(G, H, k, v, device, "delta")),
         )
 
 

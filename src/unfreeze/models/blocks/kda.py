@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.recurrence import Rule, workspace_bytes
+from unfreeze.kernels.recompute import work_bytes
+from unfreeze.kernels.recurrence import Inputs, Rule, workspace_bytes
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.passes import Pass
@@ -69,7 +70,7 @@ class KimiDeltaAttention(Block):
         low_Tk = self.f_a_proj(x_TD, run.reuse_linear)
         g_THk = self.decay(self.f_b_proj(low_Tk, run.reuse_linear))
         b_TH = self.b_proj(x_TD, run.reuse_linear).sigmoid()
-        o_THk = run.recur(self.name, q_THk, k_THk, v_THk, g_THk, b_TH, self.rule)
+        o_THk = run.recur(self.name, Inputs(q_THk, k_THk, v_THk, g_THk, b_TH), self.rule)
         low_Tk = self.g_a_proj(x_TD, run.reuse_linear)
         gate_THk = self.g_b_proj(low_Tk, run.reuse_linear).unflatten(-1, (self.heads, -1))
         return self.o_proj(self.o_norm(o_THk, gate_THk).flatten(1), run.reuse_linear)
@@ -82,15 +83,15 @@ class KimiDeltaAttention(Block):
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: input and output of the convolutions, f, g, the gate, o, o normed and gated, β, low ranks.
 
-        Own: gradients of o, of the gate, of the convolutions' output, which is float32 once, and of their
-        input. Recomputation keeps o and, with its linear layers, the products.
+        Own: gradients of q, k, v and, in float32, of g. Recomputation keeps o and, with its linear layers,
+        the products.
         """
         size, H, k = dtype.itemsize, self.heads, self.width
         C = H * k
         return Bytes(
             held=(10 * C + 2 * k + H) * size + 4 * C,
-            own=5 * C * size + 24 * C,
+            own=(3 * size + 4) * C,
             expensive=C * size,
             linear=(5 * C + 2 * k + H) * size,
-            scratch=workspace_bytes(H, H, k, k, device, by_channel=True),
+            scratch=max(work_bytes(device), workspace_bytes(H, H, k, k, device, "channel")),
         )

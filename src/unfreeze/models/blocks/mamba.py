@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unfreeze.kernels.recompute import recomputed
-from unfreeze.kernels.recurrence import Rule, workspace_bytes
+from unfreeze.kernels.recompute import recomputed, work_bytes
+from unfreeze.kernels.recurrence import Inputs, Rule, workspace_bytes
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.norm import RMSNorm
@@ -31,7 +31,7 @@ class Step(Decay):
 
     def forward(self, a_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         """(dt [T, H], g [T, H], D [H]) in float32 at least. D is a copy: FSDP2 frees gathered parameters."""
-        dt_TH = recomputed(self._step, a_TH, self.dt_bias)
+        dt_TH = recomputed(self._step, a_TH, shared=(self.dt_bias,))
         return dt_TH, dt_TH * -self.A_log.exp(), self.D.clone()
 
     def _step(self, a_TH: Tensor, dt_bias_H: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class GroupedNorm(RMSNorm):
 
     def forward(self, o_THv: Tensor, x_THv: Tensor, z_TC: Tensor, D_H: Tensor) -> Tensor:  # type: ignore[override]
         """[T, H v] in o's dtype; the arithmetic is in float32."""
-        return recomputed(self._gated, o_THv, x_THv, z_TC, D_H, self.weight)
+        return recomputed(self._gated, o_THv, x_THv, z_TC, shared=(D_H, self.weight))
 
     def _gated(self, o_THv: Tensor, x_THv: Tensor, z_TC: Tensor, D_H: Tensor, weight_C: Tensor) -> Tensor:
         wide = torch.promote_types(o_THv.dtype, torch.float32)
@@ -99,7 +99,7 @@ class Mamba2(Block):
         )
         dt_TH, g_TH, D_H = self.decay(a_TH)
         added_THv = recomputed(_times, x_THv, dt_TH)
-        o_THv = run.recur(self.name, C_TGk, B_TGk, added_THv, g_TH, None, Rule())
+        o_THv = run.recur(self.name, Inputs(C_TGk, B_TGk, added_THv, g_TH, None), Rule())
         return self.out_proj(self.norm(o_THv, x_THv, z_TC, D_H), run.reuse_linear)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
@@ -109,17 +109,17 @@ class Mamba2(Block):
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: in_proj's product, the convolution's output, dt x, o, the norm's output, dt, g.
 
-        Own: gradients of o, z and the convolution's output, which is float32 once, as in GatedDeltaNet.
+        Own: gradients of z and of in_proj's product, into which those of its parts are copied.
         """
         (G, H), (k, v) = self.heads, self.widths
         size, C, z = dtype.itemsize, self.conv1d.channels, H * v
         product = self.in_proj.out_features
         return Bytes(
             held=(product + C + 3 * z) * size + 8 * H,
-            own=(C + 2 * z) * size + 8 * C,
+            own=(product + z) * size,
             expensive=z * size,
             linear=product * size,
-            scratch=workspace_bytes(G, H, k, v, device),
+            scratch=max(work_bytes(device), workspace_bytes(G, H, k, v, device, "additive")),
         )
 
 

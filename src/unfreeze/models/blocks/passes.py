@@ -25,7 +25,14 @@ from unfreeze.core.batch import send
 from unfreeze.kernels.attention import CAUSAL, DocumentLayout, Mask
 from unfreeze.kernels.packed_attention import packed_attention
 from unfreeze.kernels.recompute import Reuse
-from unfreeze.kernels.recurrence import Rule, Segments, final_states, packed_recurrence, recurrence_step
+from unfreeze.kernels.recurrence import (
+    Inputs,
+    Rule,
+    Segments,
+    final_states,
+    packed_recurrence,
+    recurrence_step,
+)
 from unfreeze.kernels.short_conv import conv_step, packed_conv, tail_of
 from unfreeze.kernels.sparse_attention import Index, attend_selected, index_scores, select
 from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
@@ -134,19 +141,9 @@ class PackedPass:
         """Causal convolution within each document (kernels/short_conv); `name` is that of its state."""
         return packed_conv(x_TC, weight_CK, bias_C, self.offsets_T, silu)
 
-    def recur(
-        self,
-        name: str,
-        q_TGk: Tensor,
-        k_TGk: Tensor,
-        v_THv: Tensor,
-        g_TH: Tensor,
-        beta_TH: Tensor | None,
-        rule: Rule,
-    ) -> Tensor:
+    def recur(self, name: str, inputs: Inputs, rule: Rule) -> Tensor:
         """Recurrence within each document (kernels/recurrence); `name` is that of its state."""
-        reuse = self.reuse_expensive
-        return packed_recurrence(q_TGk, k_TGk, v_THv, g_TH, beta_TH, self.segments, rule, reuse)
+        return packed_recurrence(inputs, self.segments, rule, self.reuse_expensive)
 
     def chose(self, layer: int, ids_TK: Tensor) -> None:
         """Notice the experts that an MoE layer chose; generation may want them."""
@@ -229,17 +226,8 @@ class PrefillPass(PackedPass):
         self.cache.write_state(name, self.rows_S, tail_SKC)
         return packed_conv(x_TC, weight_CK, bias_C, self.offsets_T, silu)
 
-    def recur(
-        self,
-        name: str,
-        q_TGk: Tensor,
-        k_TGk: Tensor,
-        v_THv: Tensor,
-        g_TH: Tensor,
-        beta_TH: Tensor | None,
-        rule: Rule,
-    ) -> Tensor:
-        o_THv, state_SHkv = final_states(q_TGk, k_TGk, v_THv, g_TH, beta_TH, self.segments, rule)
+    def recur(self, name: str, inputs: Inputs, rule: Rule) -> Tensor:
+        o_THv, state_SHkv = final_states(inputs, self.segments, rule)
         self.cache.write_state(name, self.rows_S, state_SHkv)
         return o_THv
 
@@ -306,19 +294,10 @@ class StepPass:
         window_SKC.copy_(moved_SKC)
         return y_SC
 
-    def recur(
-        self,
-        name: str,
-        q_SGk: Tensor,
-        k_SGk: Tensor,
-        v_SHv: Tensor,
-        g_SH: Tensor,
-        beta_SH: Tensor | None,
-        rule: Rule,
-    ) -> Tensor:
+    def recur(self, name: str, inputs: Inputs, rule: Rule) -> Tensor:
         """One token behind each row's state, which moves on."""
-        state_SHkv = self.cache.states[name][: len(q_SGk)]
-        o_SHv, moved_SHkv = recurrence_step(q_SGk, k_SGk, v_SHv, g_SH, beta_SH, state_SHkv, rule)
+        state_SHkv = self.cache.states[name][: len(inputs.q)]
+        o_SHv, moved_SHkv = recurrence_step(inputs, state_SHkv, rule)
         state_SHkv.copy_(moved_SHkv)
         return o_SHv
 

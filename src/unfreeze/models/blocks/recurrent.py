@@ -63,7 +63,7 @@ class Decay(nn.Module):
 
     def forward(self, a_TH: Tensor) -> Tensor:
         """g [T, H] for a [T, H]."""
-        return recomputed(_log_decay, a_TH, self.A_log, self.dt_bias)
+        return recomputed(_log_decay, a_TH, shared=(self.A_log, self.dt_bias))
 
     def drawn(self, generator: torch.Generator) -> dict[str, Tensor]:
         """First values (Mamba-2's): A uniform in 1 to 16, softplus(dt_bias) log-uniform in .001 to .1."""
@@ -82,7 +82,7 @@ class ChannelDecay(Decay):
 
     def forward(self, a_TH: Tensor) -> Tensor:
         """g [T, H, k] for a [T, H k]."""
-        return recomputed(_log_decay_of_channels, a_TH, self.A_log, self.dt_bias)
+        return recomputed(_log_decay_of_channels, a_TH, shared=(self.A_log, self.dt_bias))
 
 
 def _log_decay(a_TH: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class GatedNorm(RMSNorm):
             wide = self.gate(gate.to(torch.promote_types(gate.dtype, torch.float32)))
             return (rms_norm(x, weight, self.eps) * wide).to(x.dtype)
 
-        return recomputed(compute, x_THv, gate_THv, self.weight)
+        return recomputed(compute, x_THv, gate_THv, shared=(self.weight,))
 
 
 class SigmoidGatedNorm(GatedNorm):
