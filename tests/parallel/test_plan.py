@@ -303,6 +303,7 @@ def test_the_shared_checkpoint_takes_what_the_plan_says():
     assert made.load == made.terms["base"] + THREADS * CHUNK
 
 
+HYBRIDS = ("qwen3_5_text", "kimi_linear", "granitemoehybrid")
 # what is there before a step
 APART = ("base", "adapter", "optimizer")
 
@@ -324,9 +325,11 @@ def test_a_steps_memory_is_predicted_within_a_tenth(name, dtype, recompute, live
     """Workspaces of hybrids are as small beside the tokens as at 64 K of them (tests/kernels/recurrence)."""
     monkeypatch.setitem(segments.CHUNKS, "cpu", 1)
     monkeypatch.setitem(WORK_BYTES, "cpu", 1 << 18)
-    # kept products are also those that one layer holds: with two layers, half of them count twice
-    most = 1.2 if recompute == "elementwise" and name in ("kimi_linear", "granitemoehybrid") else 1.1
-    assert 0.9 < predicted(CONFIGS[name], dtype, recompute, live, monkeypatch) < most
+    # what a recurrent layer keeps is also what it holds: with two layers, half of it counts twice
+    most = 1.25 if recompute != "layers" and name in HYBRIDS else 1.1
+    # long documents carry states from segment to segment, as the plan counts
+    documents = 2 if name in HYBRIDS else 16
+    assert 0.9 < predicted(CONFIGS[name], dtype, recompute, live, monkeypatch, documents) < most
 
 
 @pytest.mark.parametrize(

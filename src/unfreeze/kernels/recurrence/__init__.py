@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.recompute import Reuse, compute_now
-from unfreeze.kernels.recurrence.chunked import segment_forward, workspace_bytes
+from unfreeze.kernels.recurrence.chunked import carried_bytes, segment_forward, workspace_bytes
 from unfreeze.kernels.recurrence.inputs import Inputs, Rule, wide
 from unfreeze.kernels.recurrence.segments import Segments
 
@@ -30,6 +30,7 @@ __all__ = [
     "Inputs",
     "Rule",
     "Segments",
+    "carried_bytes",
     "final_states",
     "packed_recurrence",
     "recurrence_step",
@@ -66,10 +67,10 @@ def _forward(
         state = _zeros(inputs, segment.documents) if segment.begins else carried[-1]
         o_tHv, after = segment_forward(inputs.wide(segment.tokens_t), state, segment, rule)
         o_THv[segment.tokens_t] = o_tHv.to(o_THv.dtype)
-        if segment.after:
-            carried.append(after[: segment.after].clone())
-        if ended_SHkv is not None:
-            ended_SHkv[segment.ending] = after[segment.after :]
+        if segment.goes_on:
+            carried.append(after)
+        elif ended_SHkv is not None:
+            ended_SHkv[segment.places] = after
     return o_THv, carried
 
 
@@ -106,7 +107,7 @@ class _Packed(torch.autograd.Function):
                 o_tHv, after = segment_forward(own, state, segment, ctx.rule)
                 outputs, arriving = [o_tHv], [do_THv[segment.tokens_t].to(o_tHv.dtype)]
                 if dstate is not None:
-                    outputs, arriving = [*outputs, after[: segment.after]], [*arriving, dstate]
+                    outputs, arriving = [*outputs, after], [*arriving, dstate]
                 *parts, dstate = torch.autograd.grad(outputs, learnt, arriving)
             for whole, part in zip(gradients, parts, strict=True):
                 whole[segment.tokens_t] = part.to(whole.dtype)

@@ -158,3 +158,8 @@ def workspace_bytes(G: int, H: int, k: int, v: int, device: str, kind: Kind) -> 
     of_widths, of_chunk, of_keys = ROWS[kind]
     of_slot = H * (of_widths * (k + v) + of_chunk * CHUNK + of_keys * k) + 6 * G * k
     return 4 * CHUNKS[device] * (CHUNK * of_slot + 10 * H * k * v)
+
+
+def carried_bytes(H: int, k: int, v: int, device: str) -> int:
+    """Bytes per token of the states that are carried between the segments of a long document, at most."""
+    return -(-4 * H * k * v // (CHUNKS[device] * CHUNK))

@@ -1,9 +1,9 @@
 """Places of the tokens of a packed batch when a recurrence runs over them in chunks.
 
-Documents are sorted by length, longest first, and taken a group at a time. Those of a group are cut into
-chunks of C tokens and advance together: step i is the i-th chunk of each document that has one. A segment is
-a run of steps of a group. Backward computes one segment at a time again, so its size bounds the workspace,
-whatever the number and the length of documents.
+Documents are sorted by length, longest first, and cut into chunks of C tokens. A segment is as many whole
+documents as fit, or a part of one. Its documents advance together: step i is the i-th chunk of each that has
+one. Backward computes one segment at a time again, so its size bounds the workspace, whatever the number and
+the length of documents; and one state is carried from a segment into the next, if a document goes on.
 
 T tokens, n chunks of a segment, C tokens of a chunk, S documents.
 """
@@ -25,14 +25,14 @@ CHUNKS = {"cpu": 8, "cuda": 32}
 
 @dataclass(frozen=True)
 class Segment:
-    """Some steps of a group of documents.
+    """Whole documents, or a part of one.
 
     chunk     C
     steps     the number of documents in each step, descending: step i belongs to the first counts[i]
     tokens_t  int64, the tokens of the segment; slots_t: their places among its n · C slots
-    place     of the group's first document among all documents, longest first
-    begins    True for the first segment of a group, whose states are zero
-    after     documents that go on behind the segment: the first ones
+    place     of its first document among all documents, longest first
+    begins    True if its documents begin here: their states are zero
+    goes_on   True if its document goes on in the next segment
     """
 
     chunk: int
@@ -41,7 +41,7 @@ class Segment:
     slots_t: Tensor
     place: int
     begins: bool
-    after: int
+    goes_on: bool
 
     @property
     def chunks(self) -> int:
@@ -52,9 +52,9 @@ class Segment:
         return self.steps.counts[0]
 
     @property
-    def ending(self) -> slice:
-        """Places of the documents that end in this segment."""
-        return slice(self.place + self.after, self.place + self.documents)
+    def places(self) -> slice:
+        """Places of its documents, longest first."""
+        return slice(self.place, self.place + self.documents)
 
 
 @dataclass(frozen=True)
@@ -79,28 +79,26 @@ class Segments:
         while place < len(starts):
             longest = int(lengths_S[order_S[place]])
             chunk = min(CHUNK, max(LEAST_CHUNK, 1 << (longest - 1).bit_length()))
-            group_S = order_S[place : place + most]
-            each += _of_group(starts_S[group_S], lengths_S[group_S], chunk, most, place, device)
-            place += len(group_S)
+            together = max(1, most // -(-longest // chunk))
+            some_S = order_S[place : place + together]
+            each += _of(starts_S[some_S], lengths_S[some_S], chunk, most, place, device)
+            place += len(some_S)
         return Segments(tuple(each), send(order_S, device), send(starts_S + lengths_S - 1, device))
 
 
-def _of_group(
+def _of(
     starts_S: Tensor, lengths_S: Tensor, chunk: int, most: int, place: int, device: torch.device | str
 ) -> list[Segment]:
-    """The segments of a group of at most `most` documents, longest first."""
+    """The segment of documents that fit in one, longest first, or those of one document."""
     chunks_S = -(-lengths_S // chunk)
     counts = [int((chunks_S > step).sum()) for step in range(int(chunks_S[0]))]
-    segments, begin = list[Segment](), 0
-    while begin < len(counts):
-        end, total = begin + 1, counts[begin]
-        while end < len(counts) and total + counts[end] <= most:
-            total, end = total + counts[end], end + 1
+    segments = list[Segment]()
+    for begin in range(0, len(counts), most):
+        end = min(begin + most, len(counts))
         tokens_t, slots_t = _places(starts_S, lengths_S, counts, begin, end, chunk)
-        steps, after = Steps.of(tuple(counts[begin:end]), device), counts[end] if end < len(counts) else 0
         places = send(tokens_t, device), send(slots_t, device)
-        segments.append(Segment(chunk, steps, *places, place, begin == 0, after))
-        begin = end
+        steps = Steps.of(tuple(counts[begin:end]), device)
+        segments.append(Segment(chunk, steps, *places, place, begin == 0, end < len(counts)))
     return segments
 
 

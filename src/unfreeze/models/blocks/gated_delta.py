@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.recompute import work_bytes
-from unfreeze.kernels.recurrence import Inputs, Rule, workspace_bytes
+from unfreeze.kernels.recurrence import Inputs, Rule, carried_bytes, workspace_bytes
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.passes import Pass
@@ -76,17 +76,18 @@ class GatedDeltaNet(Block):
         return state + self.conv1d.state_bytes(dtype)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Held: input and output of the convolution, z, o, o normed and gated, β, b, a, g.
+        """Held: input and output of the convolution, z, o, o normed and gated, β, b, a, g, carried states.
 
         Own: the gradient of the convolution's output, once those of o and z have taken their places.
-        Recomputation keeps o and, with its linear layers, the products; a state per segment is in no term.
+        Recomputation keeps o and, with its linear layers, the products.
         """
         size, C, z = dtype.itemsize, self.conv1d.channels, self.value_heads * self.value_width
         G, H, k, v = self.key_heads, self.value_heads, self.key_width, self.value_width
+        carried = carried_bytes(H, k, v, device)
         return Bytes(
-            held=(2 * C + 3 * z + 3 * H) * size + 4 * H,
+            held=(2 * C + 3 * z + 3 * H) * size + 4 * H + carried,
             own=C * size,
-            expensive=z * size,
+            expensive=z * size + carried,
             linear=(C + z + 2 * H) * size,
             scratch=max(work_bytes(device), workspace_bytes(G, H, k, v, device, "delta")),
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.recompute import work_bytes
-from unfreeze.kernels.recurrence import Inputs, Rule, workspace_bytes
+from unfreeze.kernels.recurrence import Inputs, Rule, carried_bytes, workspace_bytes
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.passes import Pass
@@ -88,10 +88,11 @@ class KimiDeltaAttention(Block):
         """
         size, H, k = dtype.itemsize, self.heads, self.width
         C = H * k
+        carried = carried_bytes(H, k, k, device)
         return Bytes(
-            held=(10 * C + 2 * k + H) * size + 4 * C,
+            held=(10 * C + 2 * k + H) * size + 4 * C + carried,
             own=(3 * size + 4) * C,
-            expensive=C * size,
+            expensive=C * size + carried,
             linear=(5 * C + 2 * k + H) * size,
             scratch=max(work_bytes(device), workspace_bytes(H, H, k, k, device, "channel")),
         )

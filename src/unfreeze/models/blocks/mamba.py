@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unfreeze.kernels.recompute import recomputed, work_bytes
-from unfreeze.kernels.recurrence import Inputs, Rule, workspace_bytes
+from unfreeze.kernels.recurrence import Inputs, Rule, carried_bytes, workspace_bytes
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.norm import RMSNorm
@@ -107,17 +107,18 @@ class Mamba2(Block):
         return 4 * self.heads[1] * self.widths[0] * self.widths[1] + self.conv1d.state_bytes(dtype)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Held: in_proj's product, the convolution's output, dt x, o, the norm's output, dt, g.
+        """Held: in_proj's product, the convolution's output, dt x, o, its norm, dt, g, carried states.
 
         Own: gradients of z and of in_proj's product, into which those of its parts are copied.
         """
         (G, H), (k, v) = self.heads, self.widths
         size, C, z = dtype.itemsize, self.conv1d.channels, H * v
         product = self.in_proj.out_features
+        carried = carried_bytes(H, k, v, device)
         return Bytes(
-            held=(product + C + 3 * z) * size + 8 * H,
+            held=(product + C + 3 * z) * size + 8 * H + carried,
             own=(product + z) * size,
-            expensive=z * size,
+            expensive=z * size + carried,
             linear=product * size,
             scratch=max(work_bytes(device), workspace_bytes(G, H, k, v, device, "additive")),
         )
