@@ -20,7 +20,7 @@ from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.units import format_bytes
 from unfreeze.job.end.result import next_command
-from unfreeze.job.planning.plan import export_note
+from unfreeze.job.planning.plan import export_hint
 
 IDS = [[5, 6, 7, 8, 9, 10, 300, 401, 77], [1280, 3, 900]]
 
@@ -125,14 +125,13 @@ def test_quiet_does_not_hide_what_the_reader_leaves_out(run_dir, tmp_path, capsy
 def test_a_run_that_names_the_export_says_what_it_leaves_out_and_what_avoids_that(run_dir):
     manifest = open_checkpoint(TINY_K2)
     model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
-    said = export_note(LoraConfig(), manifest, model)
-    assert said.startswith("vllm does not apply kv_b_proj; ")
-    assert said in " ".join(next_command(run_dir, {"finished": True}, "", True).split())
-    others = tuple(said.partition("--lora.targets ")[2].split())
+    reader, note = export_hint(LoraConfig(), manifest, model)
+    assert reader == "vllm" and note.startswith("vllm does not apply kv_b_proj; ")
+    assert note in " ".join(next_command(run_dir, {"finished": True}, "", True).split())
+    others = tuple(note.partition("--lora.targets ")[2].split())
     # control arm: nothing is said of these, of no adapters, and of a run's line without the export
-    assert (
-        export_note(LoraConfig(targets=others), manifest, model) == "" == export_note(None, manifest, model)
-    )
+    for lora in (LoraConfig(targets=others), None):
+        assert export_hint(lora, manifest, model) == ("vllm", "")
     assert "kv_b_proj" not in next_command(run_dir, {"finished": True}, "", False)
 
 

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from unfreeze import models
-from unfreeze.adapters.readers import VLLM_CANNOT
 from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.config.lora import LoraConfig
 from unfreeze.job.end.card import usage
 from unfreeze.job.end.result import next_command
-from unfreeze.job.planning.plan import export_note
+from unfreeze.job.planning.plan import export_hint
 
 SMALL = {
     "vocab_size": 64,
@@ -47,24 +46,24 @@ NEMOTRON = SMALL | {
 LLAMA = SMALL | {"num_hidden_layers": 2, "model_type": "llama", "intermediate_size": 32}
 
 
-def note(config, tmp_path, targets=("all-linear",)):
-    """export_note of adapters on a model on meta."""
+def hint(config, tmp_path, targets=("all-linear",)):
+    """export_hint of adapters on a model on meta."""
     model = models.from_config(config, torch.float32)
-    return export_note(LoraConfig(targets=targets), Manifest(tmp_path, config, {}, "", ()), model)
+    return export_hint(LoraConfig(targets=targets), Manifest(tmp_path, config, {}, "", ()), model)
 
 
 def test_experts_that_no_reader_of_vllms_layout_knows_are_exported_for_peft(tmp_path):
-    said = note(QWEN, tmp_path)
-    assert said.startswith(VLLM_CANNOT) and "--lora.targets attention" in said
-    assert note(QWEN, tmp_path, ("attention",)) == ""  # control: the remedy
+    reader, words = hint(QWEN, tmp_path)
+    assert reader == "peft" and words.startswith("vllm cannot load") and "--lora.targets attention" in words
+    assert hint(QWEN, tmp_path, ("attention",)) == ("vllm", "")  # control: the remedy
 
 
 def test_what_peft_refuses_is_said_before_training(tmp_path):
-    said = note(NEMOTRON, tmp_path)
-    assert said.startswith("peft does not apply out_proj") and "--lora.targets" in said
-    remedy = said.partition("--lora.targets ")[2].split()
-    assert remedy and note(NEMOTRON, tmp_path, tuple(remedy)) == ""
-    assert note(LLAMA, tmp_path) == ""  # control
+    reader, words = hint(NEMOTRON, tmp_path)
+    assert reader == "vllm" and words.startswith("peft does not apply out_proj")
+    remedy = words.partition("--lora.targets ")[2].split()
+    assert remedy and hint(NEMOTRON, tmp_path, tuple(remedy)) == ("vllm", "")
+    assert hint(LLAMA, tmp_path) == ("vllm", "")  # control
 
 
 @pytest.mark.parametrize("kind, name", [("qwen3_vl", "ImageTextToText"), ("llama", "CausalLM")])
@@ -72,9 +71,9 @@ def test_the_card_of_a_release_that_sees_names_the_class_that_loads_it(kind, nam
     assert f"from transformers import AutoModelFor{name}" in usage("BASE", kind)
 
 
-@pytest.mark.parametrize("said, reader", [(f"{VLLM_CANNOT} of a", "peft"), ("", "vllm")])
-def test_the_last_line_names_the_reader_that_works(said, reader, tmp_path):
-    event = {"kind": "plan", "step": 0, "time": 0.0, "lines": [], "export_note": said}
+@pytest.mark.parametrize("fields, reader", [({"export_for": "peft"}, "peft"), ({}, "vllm")])
+def test_the_last_line_names_the_reader_that_works(fields, reader, tmp_path):
+    event = {"kind": "plan", "step": 0, "time": 0.0, "lines": []} | fields
     (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
     words = next_command(tmp_path, {"finished": True, "steps": 1}, "unfreeze sft", export=True)
     assert f"--for {reader}" in words

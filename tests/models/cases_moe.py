@@ -145,26 +145,6 @@ GEMMA_4_NAMES = (
     ("moe.post_norm.", "post_feedforward_layernorm_2."),
 )
 
-DSA = {
-    **MLA,
-    "q_lora_rank": 40,
-    "index_topk": 4,  # the longest document of a case has 12 tokens
-    "index_n_heads": 16,
-    "index_head_dim": 16,
-}
-
-MIMO = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 24,
-    "v_head_dim": 16,
-    "sliding_window": 5,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "num_hidden_layers": 4,
-}
-
 CASES = {
     "qwen3-moe": Case("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True}),
     "qwen3-moe-mixed": Case("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": False, "mlp_only_layers": [1]}),
@@ -197,33 +177,6 @@ CASES = {
     ),
     "deepseek-v3-rotated-halves": Case(
         "DeepseekV3", {**MLA, "q_lora_rank": 40, "n_group": 1, "topk_group": 1, "rope_interleave": False}
-    ),
-    "deepseek-v32": Case("DeepseekV32", {**DSA, "n_group": 1, "topk_group": 1}),
-    "deepseek-v32-full-documents": Case(
-        "DeepseekV32",
-        {
-            **DSA,
-            "index_topk": 12,
-            "n_group": 4,
-            "topk_group": 2,
-            "attention_bias": True,
-            "mlp_layer_types": ["sparse", "dense", "sparse"],
-            "rope_parameters": YARN,
-        },
-    ),
-    "glm-moe-dsa": Case("GlmMoeDsa", DSA),
-    "glm-moe-dsa-shared": Case(
-        "GlmMoeDsa",
-        {
-            **DSA,
-            "num_hidden_layers": 4,
-            "index_topk": 3,
-            "index_n_heads": 20,
-            "index_head_dim": 24,
-            "indexer_types": ["full", "shared", "full", "shared"],
-            "n_shared_experts": 2,
-            "norm_topk_prob": False,
-        },
     ),
     "glm4-moe": Case("Glm4Moe", GLM_MOE),
     "glm4-moe-air": Case("Glm4Moe", {**GLM_MOE, "attention_bias": True, "partial_rotary_factor": 0.25}),
@@ -353,28 +306,6 @@ CASES = {
             "n_shared_experts": 2,
         },
     ),
-    "mimo-v2-flash": Case("MiMoV2Flash", MIMO),
-    "mimo-v2-flash-groups-biases": Case(
-        "MiMoV2Flash",
-        {
-            **MIMO,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "attention_bias": True,
-            "attention_value_scale": None,
-            "sliding_window_size": 3,
-            "n_group": 4,
-            "topk_group": 2,
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 2.5,
-            "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
-            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
-            "rope_parameters": {
-                "full_attention": {**YARN, "partial_rotary_factor": 0.5},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
-        },
-    ),
     "qwen3-vl-moe": Case(
         "Qwen3VLMoe",
         {"text_config": QWEN_VL_MOE, "vision_config": QWEN_VISION},
@@ -459,69 +390,6 @@ CONFIGS = {
             "qk_rope_head_dim": 16,
             "v_head_dim": 32,
             "rope_scaling": YARN_AS_PUBLISHED,
-            "num_nextn_predict_layers": 0,
-        }
-    ),
-    "deepseek_v32": (
-        COMMON
-        | EXPERTS
-        | {
-            "num_key_value_heads": 8,
-            "n_routed_experts": 64,
-            "n_shared_experts": 1,
-            "n_group": 8,
-            "topk_group": 4,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 1.5,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "moe_layer_freq": 1,
-            "q_lora_rank": 128,
-            "kv_lora_rank": 64,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 32,
-            "index_topk": 6,
-            "index_n_heads": 16,
-            "index_head_dim": 32,
-            "rope_scaling": YARN_AS_PUBLISHED,
-            "num_nextn_predict_layers": 0,
-        }
-    ),
-    "glm_moe_dsa": (
-        COMMON
-        | EXPERTS
-        | {
-            "num_key_value_heads": 8,
-            "n_routed_experts": 64,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 2.5,
-            "q_lora_rank": 128,
-            "kv_lora_rank": 64,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 32,
-            "index_topk": 6,
-            "index_n_heads": 16,
-            "index_head_dim": 32,
-            "indexer_rope_interleave": True,
-            "index_topk_freq": 2,
-            "index_skip_topk_offset": 1,
-            "index_topk_pattern": None,
-            "indexer_types": ["full", "shared", "full", "shared", "full", "shared", "full", "shared"],
-            "mlp_layer_types": [
-                "dense",
-                "sparse",
-                "sparse",
-                "sparse",
-                "sparse",
-                "sparse",
-                "sparse",
-                "sparse",
-            ],
             "num_nextn_predict_layers": 0,
         }
     ),
@@ -685,48 +553,6 @@ CONFIGS = {
                 "original_max_position_embeddings": 4,
                 "llama_4_scaling_beta": 0.3,
                 "max_position_embeddings": 256,
-            },
-        }
-    ),
-    "mimo_v2_flash": (
-        {name: value for name, value in COMMON.items() if name != "rope_theta"}
-        | EXPERTS
-        | {
-            "head_dim": 64,
-            "v_head_dim": 32,
-            "n_routed_experts": 64,
-            "n_group": 1,
-            "topk_group": 1,
-            "routed_scaling_factor": 2.5,
-            "swa_rope_theta": 10000,
-            "partial_rotary_factor": 0.334,
-            "attention_value_scale": 0.707,
-            "sliding_window": 3,
-            "sliding_window_size": 3,
-            "attention_chunk_size": 3,
-            "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1, 1],
-            "hybrid_block_size": None,
-            "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1, 1],
-            "add_full_attention_sink_bias": False,
-            "add_swa_attention_sink_bias": True,
-            "swa_num_attention_heads": 8,
-            "swa_num_key_value_heads": 4,
-            "swa_head_dim": 64,
-            "swa_v_head_dim": 32,
-            "n_shared_experts": None,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "rope_parameters": {
-                "full_attention": {
-                    "rope_type": "default",
-                    "rope_theta": 5000000,
-                    "partial_rotary_factor": 0.334,
-                },
-                "sliding_attention": {
-                    "rope_type": "default",
-                    "rope_theta": 10000,
-                    "partial_rotary_factor": 0.334,
-                },
             },
         }
     ),

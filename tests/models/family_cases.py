@@ -7,6 +7,7 @@ import cases_hybrid
 import cases_kimi_lfm2
 import cases_mamba
 import cases_moe
+import cases_sparse
 import torch
 import transformers
 from family_case import SMALL, Case
@@ -14,7 +15,7 @@ from family_case import SMALL, Case
 from unfreeze import models
 from unfreeze.core.batch import Batch
 
-_FILES = (cases_dense, cases_moe, cases_hybrid, cases_kimi_lfm2, cases_mamba)
+_FILES = (cases_dense, cases_moe, cases_sparse, cases_hybrid, cases_kimi_lfm2, cases_mamba)
 CASES = {name: case for file in _FILES for name, case in file.CASES.items()}
 CONFIGS = {name: config for file in _FILES for name, config in file.CONFIGS.items()}
 

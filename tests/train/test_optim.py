@@ -103,6 +103,18 @@ def test_weight_decay_falls_on_matrices_and_stacks_only():
         torch.testing.assert_close(p.detach(), before[name] * (0.95 if decayed else 1.0), msg=name)
 
 
+def test_a_vector_of_many_dimensions_is_not_decayed_and_a_matrix_of_one_row_is():
+    """Kimi Linear's A_log [1, 1, H, 1]; LoRA's A of rank 1, [1, K]; a short convolution [C, 1, 4]."""
+    shapes = {"A_log": (1, 1, 3, 1), "lora_A": (1, 3), "conv": (3, 1, 4)}
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()})
+    for p in model.values():
+        p.grad = torch.zeros_like(p)
+    AdamW(model, weight_decay=0.5).update(0.1, 0.0)
+    assert {name: p.flatten()[0].item() for name, p in model.items()} == pytest.approx(
+        {"A_log": 1.0, "lora_A": 0.95, "conv": 0.95}
+    )
+
+
 def test_bfloat16_weights_move_through_their_float32_master():
     """A rate of 1e-4 on weights of 1: each update is 1/40 of a bfloat16 ulp below 1. The master keeps it,
     bfloat16 alone doesn't."""

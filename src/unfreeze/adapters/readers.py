@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 Layout = Literal["peft", "per-expert"]
-VLLM_CANNOT = "vllm cannot load adapters"  # begins a run's note, and then its last line suggests peft
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from unfreeze.job.planning.plan import (
     check_room,
     disk_of,
     emit_plan,
-    export_note,
+    export_hint,
     start_lines,
 )
 from unfreeze.job.planning.residency import keep_boundary, optimizer_of, refuse_samples
@@ -190,8 +190,8 @@ def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
     disk = disk_of(config, parts.trained, setup.start, plan)
     lines = start_lines(config, parts.trained, setup.start, setup.shape, plan, disk, parts.second)
     lines += [*parts.start_lines, dtype_line(setup.dtype)]
-    note = export_note(parts.trained.lora, setup.start, model)
-    emit_plan(folder, plan, group, lines, predicted_ops(setup.device, dtype), disk=disk, note=note)
+    export = export_hint(parts.trained.lora, setup.start, model)
+    emit_plan(folder, plan, group, lines, predicted_ops(setup.device, dtype), disk=disk, export=export)
     group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
     warn_device(folder, config, setup.device)
     return plan, model

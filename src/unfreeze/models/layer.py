@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Layer(Block):
     @property
     def attention(self) -> Block:
         """Its attention, or what a hybrid has in its place."""
-        return self._modules[self._name]  # type: ignore[return-value]
+        return cast(Block, self._modules[self._name])
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         x_TD = x_TD + self.attention(self.input_layernorm(x_TD), run)

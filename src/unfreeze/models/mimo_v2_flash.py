@@ -96,7 +96,7 @@ FIELDS = Fields(
     per_kind=(FULL, SLIDING),
 )
 SCALED_BY = ("ntk",)
-"""What --rope-scaling may write: the release's own code reads no rope_scaling."""
+"""Scalings that --rope-scaling may write: the release's own code reads no rope_scaling."""
 
 
 def ignored(shape: Shape) -> tuple[str, ...]:

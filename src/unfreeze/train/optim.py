@@ -1,7 +1,8 @@
 """AdamW for all trainable parameters: adapters (fp32 beside a bf16 base) or all weights.
 
 Weight decay is decoupled (Loshchilov and Hutter, arXiv:1711.05101).
-It applies to matrices, embeddings and stacked experts (dimension 2 or more), never to norms and biases.
+It applies to matrices, embeddings and stacked experts (dimension 2 or more), never to norms and biases,
+nor to a vector whatever its dimensions: Kimi Linear's A_log is [1, 1, H, 1].
 LoRA's A and B are decayed too, as PEFT with the Hugging Face trainer does.
 A bf16 weight is updated through an fp32 master copy, because an update below 1/256 of a weight would round
 away.
@@ -276,7 +277,7 @@ class AdamW:
             if not master.numel():  # with few rows, some processes hold none
                 continue
             weight = parameter.detach() if name in self._half else None
-            decay = self._weight_decay if master.dim() >= 2 else 0.0
+            decay = self._weight_decay if _decays(parameter.shape) else 0.0
             due[name] = kernel.AdamWUpdate(
                 master.detach(),
                 gradient.detach(),
@@ -370,6 +371,11 @@ def _refuse_gathered(parameters: Mapping[str, nn.Parameter], held: Callable[[str
                 " for a forward pass, and an optimizer created now would never update it",
                 next="create AdamW before the first forward pass",
             )
+
+
+def _decays(shape: torch.Size) -> bool:
+    """A matrix, of one row too, or several; of more dimensions, at least two sizes above 1."""
+    return len(shape) == 2 or sum(size > 1 for size in shape) > 1
 
 
 def _probe(rule: kernel.AdamWRule) -> kernel.AdamWUpdate:

@@ -70,9 +70,6 @@ def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bo
     if not export:
         return f'next: unfreeze chat {name}    unfreeze generate {name} --prompt "…"'
     plan = last(read_events(run_dir / "events.jsonl"), PlanEvent)
-    note = plan.get("export_note", "") if plan else ""
-    from unfreeze.adapters.readers import VLLM_CANNOT  # here: the package brings torch
-
-    reader = "peft" if note.startswith(VLLM_CANNOT) else "vllm"
+    reader, note = (plan.get("export_for", "vllm"), plan.get("export_note", "")) if plan else ("vllm", "")
     lines = [f"next: unfreeze chat {name}    unfreeze export {name} --for {reader}", *folded(note, "  ")]
     return "\n".join(lines)

@@ -248,14 +248,14 @@ def emit_plan(
     predicted: Sequence[str] = (),
     *,
     disk: Disk | None = None,
-    note: str = "",
+    export: tuple[str, str] = ("vllm", ""),
 ) -> None:
     """Write and show the plan. Raises DoesNotFit if it doesn't fit.
 
     lines      short form for the terminal (start_lines)
     predicted  ops whose kernel runs unmeasured (kernels.predicted_ops)
     disk       bytes the run writes; for a resumed run the plan adds how long a save took
-    note       export_note
+    export     reader and note of export_hint
 
     On CUDA the plan reports the allocator setting (docs/why/trust.md L2).
     """
@@ -266,8 +266,9 @@ def emit_plan(
         each = f"{group.size} processes, each with this plan"
         measured = "process 0 reports tokens of all processes and the memory of the fullest"
         fields["lines"] = [*fields["lines"], f"  {each}; {measured}"]
+    reader, note = export
     if note:
-        fields |= {"export_note": note, "lines": [*fields["lines"], f"  {note}"]}
+        fields |= {"export_for": reader, "export_note": note, "lines": [*fields["lines"], f"  {note}"]}
     if disk is not None:
         fields["save_bytes"] = disk.save
         before = last(read_events(folder.path / "events.jsonl"), SaveEvent) if folder.step else None
@@ -337,36 +338,37 @@ def tokens_words(config: TrainingConfig, processes: int) -> str:
     return f"{tokens:,} tokens{each}"
 
 
-def export_note(lora: LoraConfig | None, start: Manifest, model: Decoder) -> str:
-    """Note on adapters that vLLM or peft would not apply: a run's last line suggests an export; else "".
+def export_hint(lora: LoraConfig | None, start: Manifest, model: Decoder) -> tuple[str, str]:
+    """Reader for which a run's last line suggests an export, and a note on adapters left out ("" for none).
 
-    It begins with VLLM_CANNOT if vLLM would load none of them.
+    The reader is vllm, or peft if vLLM would load none of the adapters.
     """
     from unfreeze.adapters.names import check_per_expert
-    from unfreeze.adapters.readers import READERS, VLLM_CANNOT
+    from unfreeze.adapters.readers import READERS
     from unfreeze.models.blocks.linear import Linear
     from unfreeze.models.targets import candidates, resolve, targets_of
 
     if lora is None:
-        return ""
-    reader, model_type = READERS["vllm"], str(start.config.get("model_type"))
-    if issue := (reader.refuses or {}).get(model_type):
-        return f"{VLLM_CANNOT} of {model_type}: {issue}"
+        return "vllm", ""
+    model_type = str(start.config.get("model_type"))
+    if issue := (READERS["vllm"].refuses or {}).get(model_type):
+        return "peft", f"vllm cannot load adapters of {model_type}: {issue}"
     linear = [candidate.name for candidate in candidates(model) if isinstance(candidate.owner, Linear)]
     chosen = resolve(model, lora.targets)
     for name in chosen.keys() - set(linear):
         try:
             check_per_expert(model, name)
         except AdapterError:
-            return f"{VLLM_CANNOT} of {model_type}'s experts; without them: --lora.targets attention"
+            remedy = "without them: --lora.targets attention"
+            return "peft", f"vllm cannot load adapters of {model_type}'s experts; {remedy}"
     for reader in (READERS["vllm"], READERS["peft"]):
         left_out = reader.dropped([name for name in chosen if name in linear], linear)
         if left_out:
             leaves = " and ".join(sorted({name.rsplit(".", 1)[-1] for name in left_out}))
             targets = targets_of(chosen.keys() - left_out.keys(), model)
             remedy = f"; to train only what it applies: --lora.targets {' '.join(targets)}" if targets else ""
-            return f"{reader.name} does not apply {leaves}{remedy}"
-    return ""
+            return "vllm", f"{reader.name} does not apply {leaves}{remedy}"
+    return "vllm", ""
 
 
 @dataclass(frozen=True)

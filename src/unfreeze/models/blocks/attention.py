@@ -19,7 +19,7 @@ from unfreeze.models.blocks.bytes import AttentionShape, Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
-from unfreeze.models.blocks.recording import PAIRINGS, Recording
+from unfreeze.models.blocks.recording import PAIRINGS, CannotRecord, Recording
 
 
 class Attending(Block):
@@ -204,7 +204,9 @@ class GatedAttention(Attention):
     Source: arXiv:2505.06708.
     """
 
-    record = None  # type: ignore[assignment]  # a step of generation calls forward
+    def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        """A step of generation calls forward: the program has no operation for a gate."""
+        raise CannotRecord("gated attention")
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         assert self.q_norm is not None and self.k_norm is not None

@@ -6,7 +6,7 @@ T tokens, K experts per token, E experts, D model width, I expert width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -147,7 +147,7 @@ class Experts(nn.Module):
     @property
     def gate_up_proj(self) -> ExpertWeight:
         """The matrix before the activation, whatever its name."""
-        return self._modules[self.first]  # type: ignore[return-value]
+        return cast(ExpertWeight, self._modules[self.first])
 
     @property
     def held(self) -> Rows:

@@ -237,7 +237,9 @@ class MLA(Block):
 class UnrotatedMLA(MLA):
     """MLA whose r further elements of a key do not rotate: all heads share them (Kimi Linear)."""
 
-    record = None  # type: ignore[assignment]  # a step of generation calls forward
+    def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        """A step of generation calls forward: the program has no operation for unrotated keys."""
+        raise CannotRecord("MLA without rotation")
 
     def rotate(self, x_THd: Tensor, run: Pass) -> Tensor:
         return x_THd
