@@ -37,7 +37,7 @@ FIELDS = Fields(
     neutral={"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},  # as Phi-4-mini has them
 )
 SCALED_BY = ("ntk",)
-"""Scalings that --rope-scaling may write: transformers' Phi-3 reads longrope alone, with searched divisors."""
+"""Scalings that --rope-scaling may write: transformers' Phi-3 reads longrope only, with searched divisors."""
 LONG = ("su", "yarn")
 """Older names of longrope, found in Phi-3's configs only."""
 
