@@ -143,9 +143,7 @@ class PlanEvent(CommonFields):
     ]
     save_bytes: NotRequired[Annotated[Int, of("bytes", "size of a save of the training state on disk")]]
     start: NotRequired[Annotated[list[AnyText], of("sentences", "short form for the terminal")]]
-    export_for: NotRequired[
-        Annotated[AnyText, of("name", "reader for which the last line suggests an export")]
-    ]
+    export_for: NotRequired[Annotated[AnyText, of("name", "reader that can load the adapters")]]
     export_note: NotRequired[Annotated[AnyText, of("sentence", "adapters that a reader would not apply")]]
     predicted_kernels: NotRequired[
         Annotated[list[AnyText], of("ops", "ops whose kernel runs unmeasured if the model has the op")]
