@@ -23,6 +23,35 @@ MIMO = {
     "moe_intermediate_size": 48,
     "num_hidden_layers": 4,
 }
+V4 = {
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "q_lora_rank": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "intermediate_size": 48,
+    "sliding_window": 5,
+    "o_groups": 2,
+    "o_lora_rank": 24,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 2,  # of at most six entries
+    "hc_sinkhorn_iters": 4,
+    "partial_rotary_factor": 0.25,
+    "num_hidden_layers": 4,
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    "swiglu_limit": 0.5,
+}
+V4_NAMES = (("norm.hc_head.", "hc_head."), ("position_bias.weight", "position_bias"))
+
 CASES = {
     "deepseek-v32": Case("DeepseekV32", {**DSA, "n_group": 1, "topk_group": 1}),
     "deepseek-v32-full-documents": Case(
@@ -50,6 +79,22 @@ CASES = {
             "n_shared_experts": 2,
             "norm_topk_prob": False,
         },
+    ),
+    "deepseek-v4": Case("DeepseekV4", V4, renamed=V4_NAMES),
+    "deepseek-v4-all-entries-yarn": Case(
+        "DeepseekV4",
+        {
+            **V4,
+            "index_topk": 6,
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 20,
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 2},
+            "rope_parameters": {name: value for name, value in YARN.items() if "mscale" not in name},
+            "compress_rope_theta": 50000.0,
+        },
+        renamed=V4_NAMES,
     ),
     "mimo-v2-flash": Case("MiMoV2Flash", MIMO),
     "mimo-v2-flash-groups-biases": Case(

@@ -39,7 +39,8 @@ class Recorded:
         rows = len(tokens)
         rows_S, positions_S = torch.arange(rows), torch.tensor(cache.lengths)
         tables, named = model.shape.tables(positions_S)
-        run = StepPass(*tables, cache=cache, rows_T=rows_S, positions_T=positions_S, named=named)
+        places = {"rows_T": rows_S, "positions_T": positions_S, "tokens_T": tokens_S}
+        run = StepPass(*tables, cache=cache, named=named, **places)
         if model.shape.rope.long is not None:
             cache.write(TOKENS, rows_S, positions_S, (tokens_S,))
         if self._version != cache.version:
@@ -58,7 +59,7 @@ class Recorded:
         self.program = program = Program(rows, model.dtype)
         self.recording = to = Recording(program, self.cache)
         to.present.run = run
-        x = self.x = Row(torch.zeros(rows, model.shape.hidden_size), program.pairs)
+        x = self.x = Row(torch.zeros(rows, model.shape.stream_size), program.pairs)
         for layer in model.layers:
             x = layer.record(to, x)
             program.reuse(x)

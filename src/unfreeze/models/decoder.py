@@ -147,6 +147,7 @@ class Decoder(nn.Module):
             residency=self.residency,
             boundary=self.boundary,
             routes=self._routes(batch),
+            tokens_T=batch.tokens_T,
         )
 
         # whole documents in chunks of at most `limit` tokens, which bound a layer's activations
@@ -154,7 +155,8 @@ class Decoder(nn.Module):
             layout = DocumentLayout.build(starts, rows.stop - rows.start, self.device)
             theirs = {name: (cos[rows], sin[rows]) for name, (cos, sin) in named.items()}
             routes = {layer: ids_TK[rows] for layer, ids_TK in run.routes.items()}
-            return rows, PackedPass(cos_Tr[rows], sin_Tr[rows], layout, named=theirs, routes=routes)
+            tables, tokens_T = (cos_Tr[rows], sin_Tr[rows]), batch.tokens_T[rows]
+            return rows, PackedPass(*tables, layout, named=theirs, routes=routes, tokens_T=tokens_T)
 
         limit = chunk_tokens(self.shape.num_experts, self.shape.experts_per_token, self.device.type)
         if limit is not None and limit < batch.num_tokens and not self.exchanges:
@@ -241,6 +243,7 @@ class Decoder(nn.Module):
             cache=cache,
             rows_T=rows_T,
             positions_T=batch.positions_T,
+            tokens_T=batch.tokens_T,
         )
         if self.shape.rope.long is not None:
             cache.write(TOKENS, rows_T, batch.positions_T, (batch.tokens_T,))
@@ -277,7 +280,9 @@ class Decoder(nn.Module):
         positions_S = torch.tensor(cache.lengths, device=self.device)
         rows_S = torch.arange(len(cache.lengths), device=self.device)
         tables, named = self.shape.tables(positions_S)
-        run = StepPass(*tables, cache=cache, rows_T=rows_S, positions_T=positions_S, named=named)
+        run = StepPass(
+            *tables, cache=cache, rows_T=rows_S, positions_T=positions_S, named=named, tokens_T=tokens_S
+        )
         hidden_SD = self._step(tokens_S, run)
         cache.lengths = [length + 1 for length in cache.lengths]
         return hidden_SD
@@ -291,9 +296,8 @@ class Decoder(nn.Module):
         """
         rows_S = torch.arange(len(tokens_S), device=self.device)
         tables, named = self.shape.tables(positions_S)
-        run = StepWithin(
-            *tables, cache=cache, rows_T=rows_S, positions_T=positions_S, named=named, width=width
-        )
+        places = {"rows_T": rows_S, "positions_T": positions_S, "tokens_T": tokens_S}
+        run = StepWithin(*tables, cache=cache, named=named, width=width, **places)
         return self._step(tokens_S, run)
 
     def _step(self, tokens_S: Tensor, run: StepPass) -> Tensor:

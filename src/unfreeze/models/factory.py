@@ -28,6 +28,7 @@ from unfreeze.models.blocks.nonlinearity import GATED_SILU, Nonlinearity
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.recurrent import ChannelDecay, Decay, ShortConv
 from unfreeze.models.blocks.routers import Router, RoutingRule
+from unfreeze.models.blocks.streams import HyperConnection
 from unfreeze.models.decoder import Body, Decoder
 from unfreeze.models.fields import check_against_files
 from unfreeze.models.publish import declared_dtype
@@ -59,8 +60,16 @@ class Factory:
     codec_for: CodecFor = nothing_packed
     held_for: HeldFor = as_computed
 
-    def linear(self, name: str, in_features: int, out_features: int, *, bias: bool = False) -> Linear:
-        return Linear(
+    def linear(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        kind: type[Linear] = Linear,
+    ) -> Linear:
+        return kind(
             in_features,
             out_features,
             bias=bias,
@@ -96,6 +105,19 @@ class Factory:
     def channel_decay(self, heads: int, width: int) -> ChannelDecay:
         """As `decay`, with a number per head and key channel."""
         return ChannelDecay(heads, width, device=self.device)
+
+    def hyper_connection(self, shape: Shape) -> HyperConnection:
+        """Its parameters are in float32 whatever the computation's dtype."""
+        config = shape.config
+        iterations, eps = int(config["hc_sinkhorn_iters"]), float(config["hc_eps"])
+        return HyperConnection(
+            shape.hidden_size,
+            streams=shape.streams,
+            iterations=iterations,
+            eps=eps,
+            norm_eps=shape.rms_norm_eps,
+            device=self.device,
+        )
 
     def step(self, heads: int, limits: tuple[float, float]) -> Step:
         """As `decay`, of Mamba-2."""

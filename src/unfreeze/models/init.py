@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.models.blocks.norm import LayerNorm, RMSNorm
-from unfreeze.models.blocks.recurrent import Decay
 from unfreeze.models.decoder import Decoder
 
 
@@ -28,9 +27,10 @@ def initialize(model: Decoder, seed: int, put: Callable[[str, Tensor], None] | N
     with torch.no_grad():
         for norm in norms:
             norm.reset()
-        for path, decay in model.named_modules():
-            for part, drawn in decay.drawn(generator).items() if isinstance(decay, Decay) else ():
-                parameter = decay.get_parameter(part)
+        for path, module in model.named_modules():
+            draws = getattr(module, "drawn", None)  # decays, hyper-connections: modules with values of their own
+            for part, drawn in draws(generator).items() if draws is not None else ():
+                parameter = module.get_parameter(part)
                 done.add(id(parameter))
                 parameter.copy_(drawn) if put is None else put(f"{path}.{part}", drawn)
         for name, buffer in model.named_buffers():

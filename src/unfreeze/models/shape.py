@@ -56,6 +56,7 @@ class Shape:
     rope         for all layers except those that use one of `ropes` by name (Gemma 3's local layers)
     layer_types  the kind of attention of each layer (layer_types.py); () if all are alike
     softcap      of the logits, c · tanh(z / c); None: no cap
+    streams      copies of the residual between layers (blocks/streams.py)
     wrapper      model_type of the config around this text_config (wrappers.py); "": none
     """
 
@@ -79,6 +80,7 @@ class Shape:
     ropes: Mapping[str, Rope] = field(default_factory=dict)
     layer_types: tuple[str, ...] = ()
     softcap: float | None = None
+    streams: int = 1
     wrapper: str = ""
 
     def tables(
@@ -90,6 +92,11 @@ class Shape:
         """
         named = {name: rope.tables(positions_T, lengths_T) for name, rope in self.ropes.items()}
         return self.rope.tables(positions_T, lengths_T), named
+
+    @property
+    def stream_size(self) -> int:
+        """Width of the residual between layers."""
+        return self.streams * self.hidden_size
 
     @property
     def num_experts(self) -> int:

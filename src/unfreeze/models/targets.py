@@ -38,7 +38,9 @@ class TargetCandidate:
 def candidates(model: nn.Module) -> list[TargetCandidate]:
     """Every module that can carry an adapter, in the model's order."""
     carriers = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, (Linear, Experts))
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, (Linear, Experts)) and module.adaptable
     ]
     return [TargetCandidate(name, group_of(name), module) for name, module in carriers]
 

@@ -9,15 +9,16 @@ T tokens of the batch, N >= T slots of all rectangles end to end, S documents, b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from unfreeze.core.batch import send
 
+Value = TypeVar("Value")
 # documents up to this length share one bucket: their padding costs less than a second attention call
 SHORT_DOCUMENT = 64
 FILL = 0.75  # longer documents join a bucket if they fill at least this share of its length
@@ -68,6 +69,7 @@ class DocumentLayout:
     device: torch.device | str = "cpu"
     _cuts: dict[int, DocumentLayout] = field(default_factory=dict, compare=False, repr=False)
     _beyond: dict[int, Beyond] = field(default_factory=dict, compare=False, repr=False, init=False)
+    _made: dict[int, Any] = field(default_factory=dict, compare=False, repr=False, init=False)
     _bounds: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False, init=False)
 
     @staticmethod
@@ -145,6 +147,12 @@ class DocumentLayout:
                 send(rows_N.argsort(), self.device) if moved else None,
             )
         return self._beyond[limit]
+
+    def once(self, key: int, build: Callable[[], Value]) -> Value:
+        """build(), kept under `key`: places that depend on this layout, such as kernels/compressed's."""
+        if key not in self._made:
+            self._made[key] = build()
+        return self._made[key]
 
     def bounds(self, device: torch.device) -> Tensor:
         """Document s is the tokens bounds[s]:bounds[s + 1]; int32 [S + 1] on `device`. Sent there once."""

@@ -2,7 +2,7 @@
 
     SwiGLU         silu(gate) · up                            Shazeer 2020, arXiv:2002.05202
     GeGLU          gelu(gate) · up, gelu by its tanh form     the same
-    ClampedSwiGLU  (u + 1) · g · sigmoid(alpha g), g and u clamped gate and up     gpt-oss
+    ClampedSwiGLU  (u + added) · g · sigmoid(alpha g), g and u clamped gate and up     gpt-oss
     SquaredReLU    max(up, 0)², no gate                       So et al. 2021, arXiv:2109.08668
 
 n rows, I intermediate width.
@@ -88,25 +88,26 @@ class GeGLU(Activation):
 
 @dataclass(frozen=True)
 class ClampedSwiGLU(Activation):
-    """(u + 1) · g · sigmoid(alpha g), g = min(gate, limit), u = up within ±limit.
+    """(u + added) · g · sigmoid(alpha g), g = min(gate, limit), u = up within ±limit.
 
-    A clamped number has no gradient. Source: gpt-oss's reference, arXiv:2508.10925.
+    A clamped number has no gradient. Source: gpt-oss's reference, arXiv:2508.10925; DeepSeek-V4 adds nothing.
     """
 
     kind = "clamped"
     alpha: float = 1.702
     limit: float = 7.0
+    added: float = 1.0
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         g, u = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (u + 1) * (g * (g * self.alpha).sigmoid())
+        return (u + self.added) * (g * (g * self.alpha).sigmoid())
 
     def backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         g, u = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         s = (g * self.alpha).sigmoid()
         gated = g * s
-        dgate = grad * (u + 1) * (s + self.alpha * gated * (1 - s)) * (gate <= self.limit)
-        return (u + 1) * gated, dgate, grad * gated * (up.abs() <= self.limit)
+        dgate = grad * (u + self.added) * (s + self.alpha * gated * (1 - s)) * (gate <= self.limit)
+        return (u + self.added) * gated, dgate, grad * gated * (up.abs() <= self.limit)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def _inputs(gate, up, begin, width, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gated(g, u, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def _gated(g, u, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ADDED: tl.constexpr):
     """(a, its derivative, the factor, the derivative of the factor): h = a · factor, a = g sigmoid(z)."""
     factor, of_up = u, 1.0
     of_gate, slope = 1.0, 1.0  # dg/dgate, dz/dg
@@ -50,7 +50,7 @@ def _gated(g, u, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     if KIND == "clamped":
         of_gate = tl.where(g > LIMIT, 0.0, 1.0)
         of_up = tl.where(u > LIMIT, 0.0, tl.where(u < -LIMIT, 0.0, 1.0))
-        factor = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u)) + 1.0
+        factor = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u)) + ADDED
         g = tl.where(g > LIMIT, LIMIT, g)
         z, slope = ALPHA * g, ALPHA
     if KIND == "gelu":
@@ -76,13 +76,14 @@ def _forward(
     KIND: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    ADDED: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * BLOCK
     g, u = _inputs(gate + row * gate_stride, up + row * up_stride, begin, width, PAIRS, BLOCK)
-    a, _, factor, _ = _gated(g, u, KIND, ALPHA, LIMIT)
+    a, _, factor, _ = _gated(g, u, KIND, ALPHA, LIMIT, ADDED)
     column = begin + tl.arange(0, BLOCK)
     tl.store(h + row * h_stride + column, (a * factor).to(h.dtype.element_ty), mask=column < width)
 
@@ -108,6 +109,7 @@ def _backward(
     KIND: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    ADDED: tl.constexpr,
     PAIRS: tl.constexpr,
     PAIRS_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -122,7 +124,7 @@ def _backward(
         inside = column < width
         d = tl.load(dh + row * dh_stride + column, mask=inside, other=0.0).to(tl.float32)
         g, u = _inputs(gate + row * gate_stride, up + row * up_stride, begin, width, PAIRS, BLOCK)
-        a, slope, factor, of_up = _gated(g, u, KIND, ALPHA, LIMIT)
+        a, slope, factor, of_up = _gated(g, u, KIND, ALPHA, LIMIT, ADDED)
         if WEIGHTED:
             h = a * factor
             total += d * h
@@ -218,10 +220,10 @@ def _launch(
 
 def _constants(activation: Activation) -> dict[str, Any]:
     """The activation as a kernel's constants."""
-    alpha, limit = 0.0, 0.0
+    alpha, limit, added = 0.0, 0.0, 0.0
     if isinstance(activation, ClampedSwiGLU):
-        alpha, limit = activation.alpha, activation.limit
-    return {"KIND": activation.kind, "ALPHA": alpha, "LIMIT": limit}
+        alpha, limit, added = activation.alpha, activation.limit, activation.added
+    return {"KIND": activation.kind, "ALPHA": alpha, "LIMIT": limit, "ADDED": added}
 
 
 def _pairs(gate: Tensor, up: Tensor) -> bool:

@@ -108,6 +108,7 @@ class Experts(nn.Module):
     ids still count all E.
     """
 
+    adaptable = True
     first: ClassVar[str] = "gate_up_proj"  # name of the matrix before the activation
 
     def __init__(
@@ -185,6 +186,8 @@ class Experts(nn.Module):
         act = self.activation
         if self.before == 1:
             raise CannotRecord("experts without a gate")
+        if isinstance(act, ClampedSwiGLU) and act.added != 1:
+            raise CannotRecord(f"a clamped SwiGLU that adds {act.added:g}")
         kind = ACTIVATIONS[act.kind]
         numbers = (act.alpha, act.limit) if isinstance(act, ClampedSwiGLU) else (0.0, 0.0)
         return record_experts(

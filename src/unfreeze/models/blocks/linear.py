@@ -213,6 +213,8 @@ class Linear(PackedHolder):
     `adapter` is set by adapters.attach only.
     """
 
+    adaptable = True  # False for one that can carry no adapter
+
     def __init__(
         self,
         in_features: int,

@@ -11,7 +11,7 @@ from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.nonlinearity import GATED_SILU, Nonlinearity
 from unfreeze.models.blocks.passes import Pass
-from unfreeze.models.blocks.recording import Recording
+from unfreeze.models.blocks.recording import CannotRecord, Recording
 
 
 class MLP(Block):
@@ -37,6 +37,8 @@ class MLP(Block):
 
     def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
         """add + factor · MLP(x)."""
+        if self.activation.name not in ACTIVATIONS:
+            raise CannotRecord(f"the activation {self.activation.name}")
         gate, up = self.gate_proj.record(to, x), self.up_proj.record(to, x)
         h = to.program.activate(gate, up, ACTIVATIONS[self.activation.name])
         return self.down_proj.record(to, h, add=add, factor=factor)

@@ -19,7 +19,7 @@ from unfreeze.models.blocks.mlp import MLP, FusedMLP, PlainMLP
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
 from unfreeze.models.blocks.recording import Recording
-from unfreeze.models.blocks.routers import Router
+from unfreeze.models.blocks.routers import HashRouter, Router
 
 
 class MoE(Block):
@@ -107,6 +107,19 @@ class MoE(Block):
         flipped = (~among_TK & known_T1).sum()
         self.replayed_3 += torch.stack([known, flipped, own_TK.numel() - known])
         return torch.where(known_T1, given_TK, own_TK)
+
+
+class HashMoE(MoE):
+    """MoE whose router looks the experts up by the token (DeepSeek-V4's first layers)."""
+
+    gate: HashRouter
+
+    def _chosen(self, scores_TE: Tensor, run: Pass) -> Tensor:
+        assert run.tokens_T is not None
+        own_TK = self.gate.tid2eid[run.tokens_T]
+        ids_TK = run.reuse(lambda: self._counted(own_TK, run.route(self.layer)))
+        run.chose(self.layer, ids_TK)
+        return ids_TK
 
 
 class GatedSharedMoE(MoE):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unfreeze.kernels.swiglu import swiglu
-from unfreeze.kernels.swiglu.activation import GeGLU
+from unfreeze.kernels.swiglu.activation import ClampedSwiGLU, GeGLU
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,15 @@ GATED_GELU = Nonlinearity(
     "gelu_pytorch_tanh", functools.partial(swiglu, activation=GeGLU()), 5, more_on_cpu=1
 )
 """gelu(gate) · up, gelu by its tanh formula (Hendrycks & Gimpel 2016, arXiv:1606.08415). Gemma."""
+def clamped_silu(limit: float) -> Nonlinearity:
+    """silu(min(gate, limit)) · up within ±limit (DeepSeek-V4)."""
+
+    def apply(gate: Tensor, up: Tensor) -> Tensor:
+        return swiglu(gate, up, ClampedSwiGLU(alpha=1.0, limit=limit, added=0.0))
+
+    return Nonlinearity(f"silu within {limit:g}", apply, 5, more_on_cpu=6)
+
+
 SQUARED_RELU = Nonlinearity("relu2", _squared_relu, 3)  # x, dh, dx
 """max(x, 0)². Source: So et al. 2021, arXiv:2109.08668. nanochat."""
 GATED = {part.name: part for part in (GATED_SILU, GATED_GELU)}

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unfreeze.core.batch import send
+from unfreeze.kernels import compressed
 from unfreeze.kernels.attention import CAUSAL, DocumentLayout, Mask
 from unfreeze.kernels.packed_attention import packed_attention
 from unfreeze.kernels.recompute import Reuse
@@ -62,6 +63,7 @@ class PackedPass:
     taps       collects the tensors that an objective requests from the layer being visited; None: none
     routes     experts given to the tokens, per MoE layer: int [T, K], negative where the layer chooses itself
     chosen     the keys that layers chose for their tokens and that later layers use too (blocks/sparse.py)
+    tokens_T   the tokens themselves, by which some routers choose
     """
 
     cos_Tr: Tensor
@@ -75,6 +77,7 @@ class PackedPass:
     taps: LayerTaps | None = None
     routes: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
     chosen: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    tokens_T: Tensor | None = None
     latent: ClassVar[LatentForm] = "expanded"
     caches: ClassVar[bool] = False
     """True if `remember` stores what it gets."""
@@ -144,6 +147,54 @@ class PackedPass:
     def recur(self, name: str, inputs: Inputs, rule: Rule) -> Tensor:
         """Recurrence within each document (kernels/recurrence); `name` is that of its state."""
         return packed_recurrence(inputs, self.segments, rule, self.reuse_expensive)
+
+    def entries(self, rate: int) -> compressed.Entries:
+        """Places of the entries of windows of `rate` tokens; built once for all layers."""
+        return self.layout.once(
+            rate,
+            lambda: compressed.Entries.build(
+                self.layout.starts, self.layout.num_tokens, rate, self.cos_Tr.device
+            ),
+        )
+
+    def pool(
+        self, name: str, x_TC: Tensor, z_TC: Tensor, bias_mC: Tensor, rate: int, *, overlap: bool
+    ) -> Tensor:
+        """The entries of all documents, [E, d] (kernels/compressed); `name` is that of the state."""
+        return compressed.pool(x_TC, z_TC, bias_mC, self.entries(rate), overlap=overlap)
+
+    def tables_of_entries(self, name: str, rate: int) -> Tables:
+        """Rotary tables `name` at the first token of each entry's window."""
+        cos_Tr, sin_Tr = self.tables(name)
+        first_E = self.entries(rate).first_E
+        return cos_Tr[first_E], sin_Tr[first_E]
+
+    def remember_entries(self, layer: int, rate: int, k_Td: Tensor, *entries: Tensor) -> tuple[Tensor, ...]:
+        """As `remember`, for keys of tokens and of entries."""
+        return k_Td, *entries
+
+    def select_entries(self, index: Index, keys: int, rate: int) -> Tensor | None:
+        """The best `keys` entries of every token, as attend_entries takes them; None if none has more."""
+        if self.longest // rate <= keys:
+            return None
+        return compressed.select(index, self.entries(rate), keys)
+
+    def attend_entries(
+        self,
+        q_THd: Tensor,
+        k_Td: Tensor,
+        e_Ed: Tensor,
+        sinks_H: Tensor,
+        scale: float,
+        window: int,
+        rate: int,
+        chosen_TK: Tensor | None,
+    ) -> Tensor:
+        """Attention to the last tokens and the entries of the own document (kernels/compressed)."""
+        if self.taps is not None:
+            self.taps.put("q", q_THd)
+        entries, reuse = self.entries(rate), self.reuse_expensive
+        return compressed.attend(q_THd, k_Td, e_Ed, sinks_H, entries, scale, window, chosen_TK, reuse)
 
     def chose(self, layer: int, ids_TK: Tensor) -> None:
         """Notice the experts that an MoE layer chose; generation may want them."""
@@ -231,6 +282,24 @@ class PrefillPass(PackedPass):
         self.cache.write_state(name, self.rows_S, state_SHkv)
         return o_THv
 
+    def pool(
+        self, name: str, x_TC: Tensor, z_TC: Tensor, bias_mC: Tensor, rate: int, *, overlap: bool
+    ) -> Tensor:
+        both_T2C = torch.cat((x_TC, z_TC), dim=-1)
+        covered = rate * (1 + overlap)
+        tail_Sn2C = tail_of(both_T2C, self.offsets_T, self.segments.last_S, covered)
+        self.cache.write_state(name, self.rows_S, tail_Sn2C)
+        return super().pool(name, x_TC, z_TC, bias_mC, rate, overlap=overlap)
+
+    def remember_entries(self, layer: int, rate: int, k_Td: Tensor, *entries: Tensor) -> tuple[Tensor, ...]:
+        """An entry is kept at the last token of its window."""
+        last_E, at_tokens = self.entries(rate).first_E + rate - 1, list[Tensor]()
+        for e_Ed in entries:
+            at_tokens.append(e_Ed.new_zeros(len(k_Td), e_Ed.shape[-1]))
+            at_tokens[-1][last_E] = e_Ed
+        self.cache.write(layer, self.rows_T, self.positions_T, (k_Td, *at_tokens))
+        return k_Td, *entries
+
     def chose(self, layer: int, ids_TK: Tensor) -> None:
         self.cache.write_route(layer, self.rows_T, self.positions_T, ids_TK)
 
@@ -246,6 +315,7 @@ class StepPass:
     positions_T: Tensor
     named: Mapping[str, Tables] = field(default_factory=dict)
     chosen: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    tokens_T: Tensor | None = None
 
     def reuse(self, compute: Callable[[], Value]) -> Value:
         return compute()
@@ -300,6 +370,60 @@ class StepPass:
         o_SHv, moved_SHkv = recurrence_step(inputs, state_SHkv, rule)
         state_SHkv.copy_(moved_SHkv)
         return o_SHv
+
+    def pool(
+        self, name: str, x_SC: Tensor, z_SC: Tensor, bias_mC: Tensor, rate: int, *, overlap: bool
+    ) -> Tensor:
+        """The entry [S, d] of each row's last tokens, which move on; it counts if they complete a window."""
+        before_Sn2C = self.cache.states[name][: len(x_SC)]
+        both_Sn2C = torch.cat((before_Sn2C, torch.cat((x_SC, z_SC), dim=-1)[:, None]), dim=1)
+        x_SnC, z_SnC = both_Sn2C.chunk(2, dim=-1)
+        first_S = self.positions_T < rate
+        e_Sd = compressed.pool_step(x_SnC, z_SnC, bias_mC, first_S, rate=rate, overlap=overlap)
+        before_Sn2C.copy_(both_Sn2C[:, 1:])
+        return e_Sd
+
+    def tables_of_entries(self, name: str, rate: int) -> Tables:
+        """Those of a token's window: tables that only change with it (models/blocks/rope.py: Stepped)."""
+        return self.tables(f"{name} every {rate}")
+
+    def remember_entries(self, layer: int, rate: int, k_Sd: Tensor, *entries: Tensor) -> tuple[Tensor, ...]:
+        """-> keys of all cached tokens [S, N, d], and of all complete windows [S, N // m, d]."""
+        k_SNd, *at_tokens = self.remember(layer, k_Sd, *entries)
+        return k_SNd, *(e_SNd[:, rate - 1 :: rate] for e_SNd in at_tokens)
+
+    def _complete(self, count: int, rate: int) -> Tensor:
+        """bool [S, E]: the windows complete at each row's new token, of `count` cached entries."""
+        places_E = torch.arange(count, device=self.positions_T.device)
+        return places_E < ((self.positions_T + 1) // rate)[:, None]
+
+    def select_entries(self, index: Index, keys: int, rate: int) -> Tensor | None:
+        """bool [S, E]: the best `keys` entries of each row; None if none has more."""
+        count = index.k_Ti.shape[1]
+        if count <= keys:
+            return None
+        scores_SE = index_scores(index.q_TJi[:, None], index.w_TJ[:, None], index.k_Ti, index.scale)[:, 0]
+        scores_SE = scores_SE.masked_fill(~self._complete(count, rate), -torch.inf)
+        best_SK = scores_SE.topk(keys, dim=-1, sorted=False).indices
+        return torch.zeros_like(scores_SE, dtype=torch.bool).scatter_(1, best_SK, True)
+
+    def attend_entries(
+        self,
+        q_SHd: Tensor,
+        k_SNd: Tensor,
+        e_SEd: Tensor,
+        sinks_H: Tensor,
+        scale: float,
+        window: int,
+        rate: int,
+        chosen_SE: Tensor | None,
+    ) -> Tensor:
+        """As in PackedPass, for the new tokens."""
+        complete_SE = self._complete(e_SEd.shape[1], rate)
+        if chosen_SE is not None:
+            complete_SE &= chosen_SE
+        seen_SN = torch.cat((self.allowed(Mask(window))[:, 0, 0], complete_SE), dim=1)
+        return compressed.attend_one(q_SHd, torch.cat((k_SNd, e_SEd), dim=1), seen_SN, sinks_H, scale)
 
     def route(self, layer: int) -> Tensor | None:
         """A step chooses itself."""

@@ -90,6 +90,16 @@ class Temperature(Rope):
         return super().tables(positions_T + self.first, lengths_T)
 
 
+@dataclass(frozen=True)
+class Stepped(Rope):
+    """The table of a window's first position, for each of its `every` tokens (blocks/compressed.py)."""
+
+    every: int = 1
+
+    def tables(self, positions_T: Tensor, lengths_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return super().tables(positions_T // self.every * self.every, lengths_T)
+
+
 @functools.cache
 def _on_device(rope: Rope, device: torch.device, long: bool) -> Tensor:
     """The frequencies in float32, once per device: a copy from the host at every step would make it wait."""

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from unfreeze.kernels.decode_step.experts import LOGITS, SIGMOID, SOFTMAX
 from unfreeze.kernels.decode_step.mixture import Choice, Routed, route
 from unfreeze.kernels.decode_step.program import Row
-from unfreeze.models.blocks.recording import Recording
+from unfreeze.models.blocks.recording import CannotRecord, Recording
 
 
 @dataclass(frozen=True)
 class RoutingRule:
     """A family's routing: score, choose, weigh. z = W x.
 
-    score       s = sigmoid(z), softmax(z) over the experts, or z itself ("logits")
+    score       s = sigmoid(z), softmax(z) over the experts, sqrt(softplus(z)), or z itself ("logits")
     correction  shape of e_score_correction_bias, whose last dim is E; None: no bias. The largest s + bias win
     groups      groups of E / groups experts; the `topk_group` best stay. A group's score is the sum of its
                 `best` largest s + bias
@@ -37,7 +37,7 @@ class RoutingRule:
     eps         of the norm before W, if there is one (NormedRouter)
     """
 
-    score: Literal["sigmoid", "softmax", "logits"] = "softmax"
+    score: Literal["sigmoid", "softmax", "sqrtsoftplus", "logits"] = "softmax"
     correction: Literal["E", "1 E"] | None = None
     groups: int = 1
     topk_group: int = 1
@@ -112,11 +112,15 @@ class Router(nn.Module):
         logits_TE, score = self.logits(x_TD), self.routing.score
         if score == "logits":
             return logits_TE
+        if score == "sqrtsoftplus":
+            return F.softplus(logits_TE).sqrt()
         return logits_TE.sigmoid() if score == "sigmoid" else logits_TE.softmax(-1)
 
     def record(self, to: Recording, x: Row) -> Routed:
         """The chosen experts of a step, sorted by expert."""
         rule = self.routing
+        if rule.score not in SCORES:
+            raise CannotRecord(f"the score {rule.score}")
         choice = Choice(
             top_k=self.top_k,
             score=SCORES[rule.score],
@@ -177,6 +181,21 @@ class LinearRouter(Router):
 
     def record_logits(self, to: Recording, x: Row) -> Row:
         return to.program.linear(x, self.weight, self.bias)
+
+
+class HashRouter(Router):
+    """The experts of a token are those that a table names, tid2eid [V, K]; the scores weigh them only."""
+
+    tid2eid: Tensor
+
+    def of_tokens(self, vocab_size: int) -> HashRouter:
+        """Allocate the table, which comes from the checkpoint and is never trained."""
+        empty = torch.zeros(vocab_size, self.top_k, dtype=torch.int64, device=self.weight.device)
+        self.register_buffer("tid2eid", empty)
+        return self
+
+    def record(self, to: Recording, x: Row) -> Routed:
+        raise CannotRecord("a choice by the token")
 
 
 class NormedRouter(Router):
