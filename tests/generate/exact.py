@@ -55,7 +55,7 @@ HERE = """llama-3-rope-biases qwen2-untied-yarn qwen3 mistral-window ministral-m
     gemma4-values-are-keys qwen3-moe-mixed deepseek-v3-groups-yarn glm4-moe-norms-groups-yarn qwen2-moe
     mixtral-window deepseek-v2-groups-yarn ernie4-5-moe-interval gpt-oss-window-all-full minimax-m2
     granitemoe-biases-tied llama4-text mistral4 mimo-v2-flash
-    deepseek-v32 glm-moe-dsa-shared
+    deepseek-v32 glm-moe-dsa-shared deepseek-v4
     qwen3-vl-moe-mixed-tied gemma4-experts kimi-linear
     lfm2-biases-untied lfm2-moe qwen3-next qwen3.5 qwen3.5-moe
     granite4 granite4-dense-rotated-limits-tied nemotron-h nemotron-h-latent-groups-limits""".split()
@@ -72,6 +72,7 @@ WIDE = {
     "mimo-v2-flash": {"sliding_window": 100},
     "deepseek-v32": {"index_topk": 100},
     "glm-moe-dsa-shared": {"index_topk": 100},
+    "deepseek-v4": {"index_topk": 40, "sliding_window": 100},
 }
 """Borders in the middle of 256 tokens. In CASES they are at 3 to 8."""
 

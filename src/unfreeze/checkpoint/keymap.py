@@ -44,6 +44,7 @@ class StackRule:
     tensor is the whole parameter under another name: a router that is block_sparse_moe.gate on disk, or fused
     experts [E, 2I, D], which transformers can write as "….experts.gate_up_proj". If a parameter also has
     rules with {expert}, such a rule is an alternative for reading, and saving uses those with {expert}.
+    Rules with {expert} whose names begin otherwise are another spelling: saving uses the first.
     """
 
     disk: str
@@ -108,6 +109,7 @@ def tensor_sources(
     instead = [(rule, fields, rule.half) for rule, fields in matching if rule.instead]
     if instead and (len(instead) == len(matching) or _first_of(instead) in (disk or ())):
         stacked = instead
+    stacked = _one_spelling(stacked, disk)
     if not matching or (disk is not None and param in disk):
         return [TensorSource(param, (), tuple(shape))]
     if not stacked:
@@ -124,6 +126,17 @@ def tensor_sources(
         for expert in range(shape[0])
         for rule, fields, half in stacked
     ]
+
+
+def _one_spelling(
+    stacked: list[tuple[StackRule, dict[str, str], int | None]], disk: Mapping[str, object] | None
+) -> list[tuple[StackRule, dict[str, str], int | None]]:
+    """The rules of one way to spell the experts' names: the first of which `disk` has a tensor, else the first."""
+    ways: dict[str, list[tuple[StackRule, dict[str, str], int | None]]] = {}
+    for entry in stacked:
+        ways.setdefault(entry[0].disk.partition("{expert}")[0], []).append(entry)
+    there = (way for way in ways.values() if any(_first_of([entry]) in (disk or ()) for entry in way))
+    return next(there, next(iter(ways.values()), []))
 
 
 def _first_of(stacked: list[tuple[StackRule, dict[str, str], int | None]]) -> str:

@@ -1,6 +1,11 @@
-"""Names of DeepSeek-V4's tensors: the releases have their own, transformers others. Ours are transformers'."""
+"""Names of DeepSeek-V4's tensors. Ours are those of transformers' modules; releases have names of their own.
+
+transformers writes a mixture: the releases' names behind "model.", and attn.norm for attn.kv_norm.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from unfreeze.checkpoint.keymap import StackRule
 from unfreeze.models import deepseek_v3, llama
@@ -44,7 +49,7 @@ _SINGLE = {
     },
 }
 _EXPERTS = (("w1", "gate_up_proj", 0), ("w3", "gate_up_proj", 1), ("w2", "down_proj", None))
-RELEASED = (
+_LAYERS = (
     *(StackRule(f"{_DISK}{disk}.{{part}}", f"{_OURS}{ours}.{{part}}") for disk, ours in _NAMES.items()),
     *(StackRule(_DISK + disk, _OURS + ours) for disk, ours in _SINGLE.items()),
     *(
@@ -53,6 +58,9 @@ RELEASED = (
         )
         for disk, ours, half in _EXPERTS
     ),
+)
+RELEASED = (
+    *_LAYERS,
     StackRule("embed.weight", "model.embed_tokens.weight"),
     StackRule("norm.weight", "model.norm.weight"),
     StackRule("head.weight", "lm_head.weight"),
@@ -60,6 +68,8 @@ RELEASED = (
 )
 _BIAS = "self_attn.compressor.{inner}position_bias"
 TRANSFORMERS = (
+    *(replace(rule, disk=f"model.{rule.disk}") for rule in _LAYERS),
+    StackRule(_OURS + "attn.norm.weight", _OURS + "self_attn.kv_norm.weight"),
     *(
         StackRule(_OURS + name, _OURS + name + ".weight")
         for name in (_BIAS.format(inner=inner) for inner in ("", "indexer."))
