@@ -55,7 +55,7 @@ class Reach:
                 partial(self._experts, name, module.num_experts, _alive(arguments[0]), *arguments[1:3])
             )
         else:
-            has_input = not isinstance(module, Layer) and arguments[0].is_floating_point()
+            has_input = not isinstance(module, Layer) and bool(arguments) and arguments[0].is_floating_point()
             fed_T = _alive(arguments[0]) if has_input else None
             output.register_hook(partial(self._whole, name, fed_T))
 

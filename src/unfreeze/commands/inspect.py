@@ -181,6 +181,9 @@ def _attention(shape: Shape) -> str:
     """ "GQA 16/2", "MLA"; of a hybrid "GQA 16/2 in 10 layers, a recurrent state in 30"."""
     words = "MLA" if shape.mla else f"GQA {shape.num_heads}/{shape.num_kv_heads}"
     kinds = Counter(shape.layer_types)
+    if not COMPRESSED.isdisjoint(kinds):
+        seen = (f"{what} in {kinds[kind]}" for kind, what in ENTRIES.items() if kinds[kind])
+        return f"{shape.num_heads} heads over one key, {', '.join(seen)}"
     others = [f"{what} in {kinds[kind]}" for kind, what in INSTEAD.items() if kinds[kind]]
     full = kinds["full_attention"]
     return f"{words} in {full} layer{'s' * (full != 1)}, {', '.join(others)}" if others else words
@@ -188,6 +191,14 @@ def _attention(shape: Shape) -> str:
 
 INSTEAD = {"linear_attention": "a recurrent state", "conv": "a short convolution"}
 """Kind of a layer without attention -> what it has in its place."""
+
+COMPRESSED = frozenset(("compressed_sparse_attention", "heavily_compressed_attention"))
+ENTRIES = {
+    "sliding_attention": "a window",
+    "compressed_sparse_attention": "a window and the best compressed entries",
+    "heavily_compressed_attention": "a window and all compressed entries",
+}
+"""Kind of a layer of compressed attention -> the keys that a query sees, if any layer compresses."""
 
 
 def _not_built(config: Mapping[str, Any], reason: str) -> dict[str, Any]:

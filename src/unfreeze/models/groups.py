@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 
 INDEXER = "indexer"
+CONNECTIONS = "hyper_connections"
+"""Mixing of residual streams (models/blocks/streams.py)."""
 GROUPS = (
     "attention",
     INDEXER,
@@ -19,14 +21,15 @@ GROUPS = (
     "lm_head",
     "embeddings",
     "norms",
+    CONNECTIONS,
 )
 
 ROUTER = (
-    r"\.(mlp|moe|block_sparse_moe|feed_forward|mixer)\.gate(\.|$)"
+    r"\.(mlp|moe|block_sparse_moe|feed_forward|mixer|ffn)\.gate(\.|$)"
     r"|\.(router|shared_expert_gate|moe_statics|e_score_correction_bias|expert_bias)(\.|$)"
 )
 
-ATTENTION = frozenset(("self_attn", "linear_attn", "mamba", "conv"))
+ATTENTION = frozenset(("self_attn", "linear_attn", "mamba", "conv", "attn"))
 """Attention, and what a hybrid has in its place."""
 MIXERS = frozenset("q_proj k_proj v_proj o_proj in_proj out_proj conv1d decay A_log dt_bias D".split())
 """Parts of attention and of Mamba-2 in a layer that names all its mixers alike (Nemotron-H)."""
@@ -37,11 +40,13 @@ def group_of(name: str) -> str:
     parts = name.split(".")
     if INDEXER in parts:
         return INDEXER
+    if any(part.startswith("hc_") or part.endswith("_hc") for part in parts):
+        return CONNECTIONS
     if any("norm" in part for part in parts) or parts[-1] == "layer_scalar":
         return "norms"
-    if "embed_tokens" in parts or "embeddings" in parts:
+    if not {"embed_tokens", "embeddings", "embed"}.isdisjoint(parts):
         return "embeddings"
-    if "lm_head" in parts:
+    if "lm_head" in parts or parts[0] == "head":
         return "lm_head"
     if not ATTENTION.isdisjoint(parts) or ("mixer" in parts and not MIXERS.isdisjoint(parts)):
         return "attention"
