@@ -53,7 +53,9 @@ def randomized(model_class, config):
             elif key.endswith(("position_bias", "sinks", "_base", "hc.base", "hc.scale", "hc_scale")):
                 tensor.add_(0.5 * torch.randn_like(tensor))
             elif key.endswith("tid2eid"):  # no token names an expert twice
-                tensor.copy_(torch.rand(len(tensor), config.n_routed_experts).argsort(1)[:, : tensor.shape[1]])
+                tensor.copy_(
+                    torch.rand(len(tensor), config.n_routed_experts).argsort(1)[:, : tensor.shape[1]]
+                )
             elif key.endswith(".bias"):
                 tensor.copy_(0.1 * torch.randn_like(tensor))
     return model

@@ -265,7 +265,12 @@ def _one_number(*shapes: tuple[int, ...]) -> bool:
 
 
 def _fits(info: TensorInfo, dtype: torch.dtype) -> bool:
-    """True if the dtypes agree: floats fit other float dtypes, codes (FP8 too) only their own."""
+    """True if the dtypes agree: floats fit other float dtypes, codes (FP8 too) only their own.
+
+    A table of whole numbers of 64 bits (DeepSeek-V4's tid2eid) may be stored in 32.
+    """
+    if dtype == torch.int64 and info.dtype == "I32":
+        return True
     if dtype.is_floating_point and dtype.itemsize > 1:
         return info.dtype in FLOATS
     return TORCH_DTYPE.get(info.dtype) == dtype

@@ -142,16 +142,20 @@ def compressor(shape: Shape, kind: str, name: str, make: Factory) -> Compressor 
 def experts(shape: Shape, index: int, make: Factory) -> MoE:
     """Experts within a limit, beside a shared one; the first layers choose them by the token."""
     from unfreeze.kernels.expert_mlp import ClampedSwiGLU
-    from unfreeze.models.blocks.moe import HashMoE, MoE
+    from unfreeze.models.blocks.moe import HashMoE, ReadMoE
     from unfreeze.models.blocks.nonlinearity import clamped_silu
     from unfreeze.models.blocks.routers import HashRouter, RoutingRule
 
     config, name, hashed = shape.config, f"model.layers.{index}.mlp", index in hashed_layers(shape.config)
     limit, scale = float(config["swiglu_limit"]), float(config["routed_scaling_factor"])
     rule = RoutingRule("sqrtsoftplus", None if hashed else "E", normalize=True, added=1e-20, scale=scale)
-    gate = make.router(shape, rule, HashRouter).of_tokens(shape.vocab_size) if hashed else make.router(shape, rule)
+    gate = (
+        make.router(shape, rule, HashRouter).of_tokens(shape.vocab_size)
+        if hashed
+        else make.router(shape, rule)
+    )
     activation = ClampedSwiGLU(alpha=1.0, limit=limit, added=0.0)
     width = int(config["moe_intermediate_size"])
     shared = make.mlp(f"{name}.shared_experts", shape.hidden_size, width, activation=clamped_silu(limit))
     routed = make.experts_of(shape, name, activation=activation)
-    return (HashMoE if hashed else MoE)(index, gate=gate, experts=routed, shared_experts=shared)
+    return (HashMoE if hashed else ReadMoE)(index, gate=gate, experts=routed, shared_experts=shared)

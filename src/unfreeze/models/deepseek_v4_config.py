@@ -72,7 +72,9 @@ def kinds(config: Config) -> tuple[str, ...]:
     if declared is None and ratios is not None:
         declared = [KIND_OF.get(ratio, ratio) for ratio in ratios]
     if declared is None:
-        declared = [HEAVY] * min(count, 2) + [COMPRESSED if place % 2 else HEAVY for place in range(count - 2)]
+        declared = [HEAVY] * min(count, 2) + [
+            COMPRESSED if place % 2 else HEAVY for place in range(count - 2)
+        ]
     field = "compress_ratios" if config.get("layer_types") is None and ratios is not None else "layer_types"
     return _known(declared, count, field, (SLIDING, COMPRESSED, HEAVY))
 
@@ -117,7 +119,9 @@ def rotary_tables(config: Mapping[str, Any]) -> tuple[Rope, dict[str, Rope]]:
     "compress every m" is the same at the first position of each window of m tokens.
     """
     width, nested = _rotary_width(config), config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or {name: value for name, value in nested.items() if name not in TABLES}
+    scaling = config.get("rope_scaling") or {
+        name: value for name, value in nested.items() if name not in TABLES
+    }
     scaling = {name: value for name, value in scaling.items() if name not in ("rope_theta", *TABLES)}
     main: Mapping[str, Any] = {"rope_theta": config["rope_theta"]}
     compress: Mapping[str, Any] = {**scaling, "rope_theta": config["compress_rope_theta"]}

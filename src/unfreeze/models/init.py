@@ -28,7 +28,9 @@ def initialize(model: Decoder, seed: int, put: Callable[[str, Tensor], None] | N
         for norm in norms:
             norm.reset()
         for path, module in model.named_modules():
-            draws = getattr(module, "drawn", None)  # decays, hyper-connections: modules with values of their own
+            draws = getattr(
+                module, "drawn", None
+            )  # decays, hyper-connections: modules with values of their own
             for part, drawn in draws(generator).items() if draws is not None else ():
                 parameter = module.get_parameter(part)
                 done.add(id(parameter))

@@ -78,7 +78,8 @@ def published(
             continue
         for name, dense in disk_tensors([(param, tensor.detach())], rules):
             default = torch.float32 if name.endswith(KEPT_FP32) else declared
-            yield name, dense.to((dtypes or {}).get(name, default))
+            kept = not dense.is_floating_point()  # a table of experts (DeepSeek-V4)
+            yield name, dense if kept else dense.to((dtypes or {}).get(name, default))
 
 
 def _always(codec: Codec, module: str) -> Codec:

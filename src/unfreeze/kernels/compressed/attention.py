@@ -82,9 +82,7 @@ def select(index: Index, entries: Entries, keys: int) -> Tensor:
     return chosen_TK
 
 
-def attend_one(
-    q_SHd: Tensor, k_SNd: Tensor, seen_SN: Tensor, sinks_H: Tensor, scale: float
-) -> Tensor:
+def attend_one(q_SHd: Tensor, k_SNd: Tensor, seen_SN: Tensor, sinks_H: Tensor, scale: float) -> Tensor:
     """One query per row: o [S, H, d]. seen_SN: bool, the keys (tokens and entries) that it sees."""
     wide = torch.promote_types(q_SHd.dtype, torch.float32)
     keys_SNd = k_SNd.to(wide)

@@ -109,8 +109,28 @@ class MoE(Block):
         return torch.where(known_T1, given_TK, own_TK)
 
 
-class HashMoE(MoE):
-    """MoE whose router looks the experts up by the token (DeepSeek-V4's first layers)."""
+class ReadMoE(MoE):
+    """MoE whose output is read in backward: streams are mixed by weights that train (blocks/streams.py).
+
+    So a recomputed layer computes it again.
+    """
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        assert isinstance(self.shared_experts, MLP)
+        scores_TE = self.gate(x_TD)
+        ids_TK = self._chosen(scores_TE, run)
+        weights_TK = self.gate.weigh(scores_TE, ids_TK)
+        shared = partial(self.shared_experts.read, x_TD, run)
+        return self.experts(x_TD, ids_TK, weights_TK, None, run.reuse, shared)
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """As MoE; recomputation keeps no output of the experts, and that of the shared expert's product."""
+        counted = super().bytes(dtype, device)
+        return replace(counted, expensive=0, linear=counted.linear + self.experts.hidden_size * dtype.itemsize)
+
+
+class HashMoE(ReadMoE):
+    """ReadMoE whose router looks the experts up by the token (DeepSeek-V4's first layers)."""
 
     gate: HashRouter
 

@@ -59,6 +59,8 @@ GATED_GELU = Nonlinearity(
     "gelu_pytorch_tanh", functools.partial(swiglu, activation=GeGLU()), 5, more_on_cpu=1
 )
 """gelu(gate) · up, gelu by its tanh formula (Hendrycks & Gimpel 2016, arXiv:1606.08415). Gemma."""
+
+
 def clamped_silu(limit: float) -> Nonlinearity:
     """silu(min(gate, limit)) · up within ±limit (DeepSeek-V4)."""
 
