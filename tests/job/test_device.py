@@ -73,7 +73,7 @@ def test_control_arm_after_cuda_has_started_it_is_too_late_and_the_plan_warns(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     set_allocator()
     assert not any(name in os.environ for name in ALLOCATOR)
-    sizes = Sizes(1, 1, 4, hidden_size=1, num_layers=1, vocab_size=1, layer=1)
+    sizes = Sizes(1, 1, 4, hidden_size=1, stream_size=1, num_layers=1, vocab_size=1, layer=1)
     small = plan(sizes, RESIDENT, Work(tokens=1), replace(hardware(), kind="cuda"))
     with Run(tmp_path, {}) as run:
         emit_plan(run, small, ALONE)

@@ -23,6 +23,7 @@ from unfreeze.checkpoint.save import save_checkpoint
 from unfreeze.core.rows import gathered
 from unfreeze.generate.open import open_sharded
 from unfreeze.models.blocks.recurrent import Decay
+from unfreeze.models.blocks.streams import HyperConnection
 from unfreeze.models.publish import published
 from unfreeze.parallel.processes.collectives import ALONE, Group
 from unfreeze.train.optim import AdamW
@@ -63,6 +64,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "linear_head_dim": 8,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "deepseek_v4": {  # without an indexer, which is frozen: only trained weights are divided
+        "num_key_value_heads": 1,
+        "moe_intermediate_size": 48,
+        "head_dim": 16,
+        "q_lora_rank": 16,
+        "o_lora_rank": 8,
+        "o_groups": 2,
+        "index_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "hc_mult": 2,
+        "qk_rope_head_dim": 8,
+        "sliding_window": 4,
+        "compress_rate_hca": 2,
+        "layer_types": ["sliding_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["moe", "moe"],
+    },
     "lfm2_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -85,11 +103,12 @@ def watched(model: models.Decoder) -> set[str]:
     """The dtypes of decays while layers are computed: of their parameters as gathered, and of what they give."""
     seen: set[str] = set()
 
-    def note(part: Any, _inputs: Any, g: Any) -> None:
-        seen.update((str(part.A_log.dtype), str(g.dtype)))
+    def note(part: Any, _inputs: Any, out: Any) -> None:
+        first = next(part.parameters()), out[0] if isinstance(out, tuple) else out
+        seen.update(str(tensor.dtype) for tensor in first)
 
     for module in model.modules():
-        if isinstance(module, Decay):
+        if isinstance(module, (Decay, HyperConnection)):
             module.register_forward_hook(note)
     return seen
 

@@ -524,6 +524,7 @@ SIZES = Sizes(
     expanded=24 * 2**30,
     compute_bytes=2,
     hidden_size=1024,
+    stream_size=1024,
     num_layers=16,
     vocab_size=32000,
     layer=40000,

@@ -44,7 +44,8 @@ class PositionBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(rate, channels, dtype=torch.float32, device=device))
 
     def forward(self) -> Tensor:
-        return self.weight
+        """A copy: FSDP2 frees the gathered parameter when the call returns."""
+        return self.weight.clone()
 
     def drawn(self, generator: torch.Generator) -> dict[str, Tensor]:
         """First values: 0."""

@@ -200,10 +200,10 @@ def _fully_shard(model: Decoder, dtype: torch.dtype, device: str) -> None:
         **options,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
     }
+    for part in model.modules():
+        if getattr(part, "float32", False):  # decays and hyper-connections, which bf16 would round
+            fully_shard(part, reshard_after_forward=True, **whole)
     for layer in model.layers:
-        for part in layer.modules():
-            if getattr(part, "float32", False):  # decays, which bf16 would round
-                fully_shard(part, reshard_after_forward=True, **whole)
         fully_shard(layer, reshard_after_forward=True, **options)
     fully_shard(model, **options)
     for unit in model.modules():

@@ -76,7 +76,7 @@ def aside_of(
     shape = model.shape
     chunk = chunk_tokens(shape.num_experts, shape.experts_per_token, device.type)
     at_once = tokens if chunk is None else min(tokens, max(chunk, longest))
-    stream = tokens * sizes.hidden_size * sizes.compute_bytes
+    stream = tokens * sizes.stream_size * sizes.compute_bytes
     return Aside(
         stays=more + (0 if shared else sizes.base),
         workspace=sizes.workspace,

@@ -56,6 +56,7 @@ class Sizes:
     expanded: int
     compute_bytes: int
     hidden_size: int
+    stream_size: int
     num_layers: int
     vocab_size: int
     layer: int
@@ -138,6 +139,7 @@ def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") 
         largest=max(p.numel() for p in model.parameters()),
         compute_bytes=dtype.itemsize,
         hidden_size=shape.hidden_size,
+        stream_size=shape.stream_size,
         num_layers=shape.num_layers,
         vocab_size=shape.vocab_size,
         layer=max(layer.peak for layer in layers),

@@ -191,7 +191,7 @@ def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
         base -= sum(sizes.streamed)
         host = sum(sizes.streamed) if layout.experts == "host" else 0
     if layout.boundary_leaves:  # the last layer's input stays on the device
-        host += (sizes.num_layers - 1) * work.tokens * sizes.hidden_size * sizes.compute_bytes
+        host += (sizes.num_layers - 1) * work.tokens * sizes.stream_size * sizes.compute_bytes
     in_host = _moments_of(sizes, work) if layout.optimizer == "host" else 0
     gathered = 0
     if layout.rest == "peers":
@@ -333,7 +333,7 @@ def _answers(sizes: Sizes, work: Work, answers: Answers) -> dict[str, int]:
     The KV cache, and the larger of two: the prefill of at most a micro-batch of prompts, with a layer's input
     and output and its largest part, or the work on the logits of a step.
     """
-    token = 2 * sizes.hidden_size * sizes.compute_bytes + sizes.forward
+    token = 2 * sizes.stream_size * sizes.compute_bytes + sizes.forward
     return {
         "KV cache of answers": answers.cache(sizes.cached, sizes.state),
         "sampling answers": max(work.tokens * token, answers.logits(sizes.vocab_size)),
@@ -375,7 +375,7 @@ def _micro_batch(sizes: Sizes, layout: Layout, work: Work) -> list[dict[str, int
     Without recompute, a layer's inputs are part of what it holds: T · Σ sizes.held, at the end T · the
     last's.
     """
-    stream = work.tokens * sizes.hidden_size * sizes.compute_bytes
+    stream = work.tokens * sizes.stream_size * sizes.compute_bytes
     every, early, late = _gradients(sizes, layout, work)
     if work.aside is not None:
         without = _micro_batch(sizes, layout, replace(work, aside=None))

@@ -104,7 +104,7 @@ def _gathered(plan: Plan) -> list[str]:
 def _boundary(plan: Plan) -> list[str]:
     """Describe the layer inputs in host memory."""
     layers, work = plan.sizes.num_layers - 1, plan.work
-    each = work.tokens * plan.sizes.hidden_size * plan.sizes.compute_bytes
+    each = work.tokens * plan.sizes.stream_size * plan.sizes.compute_bytes
     return [
         f"  the inputs of {layers} layers are in host memory until backward, {format_bytes(layers * each)};"
         " two are on the device at once"
