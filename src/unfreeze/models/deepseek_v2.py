@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import CheckpointError
-from unfreeze.models import deepseek_v3, llama
+from unfreeze.models import deepseek_v3, llama, mla
 from unfreeze.models.allowed import Fields, names
 from unfreeze.models.shape import Shape, require
 
@@ -73,7 +73,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`: MLA, then a dense MLP (the first layers) or routed and shared experts."""
     mlp = deepseek_v3.mlp(shape, index, make, _router)
-    return llama.block(shape, deepseek_v3.attention(shape, index, make), mlp, make)
+    return llama.block(shape, mla.attention(shape, index, make), mlp, make)
 
 
 def _router(shape: Shape, make: Factory) -> Router:

@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.checkpoint.keymap import StackRule
-from unfreeze.models import llama
+from unfreeze.models import llama, mla
 from unfreeze.models.allowed import Config, Fields, names
-from unfreeze.models.blocks.rope import rope_from_config, rope_parameters, yarn_mscale
+from unfreeze.models.blocks.rope import rope_from_config
 from unfreeze.models.shape import MLAShape, MoEShape, Shape, common, require
 
 if TYPE_CHECKING:
-    from unfreeze.models.blocks.mla import MLA
     from unfreeze.models.blocks.mlp import MLP
     from unfreeze.models.blocks.moe import MoE
     from unfreeze.models.blocks.routers import Router
@@ -96,15 +95,17 @@ def ignored(shape: Shape) -> tuple[str, ...]:
 
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json."""
-    mla = MLAShape(
+    latent = MLAShape(
         q_lora_rank=config.get("q_lora_rank"),
         kv_lora_rank=int(require(config, "kv_lora_rank")),
         nope=int(require(config, "qk_nope_head_dim")),
         rope=int(require(config, "qk_rope_head_dim")),
         value=int(require(config, "v_head_dim")),
     )
-    rope, moe = rope_from_config(config, mla.rope), moe_shape(config)
-    return common(config, family="deepseek_v3", rope=rope, head_dim=mla.nope + mla.rope, mla=mla, moe=moe)
+    rope, moe = rope_from_config(config, latent.rope), moe_shape(config)
+    return common(
+        config, family="deepseek_v3", rope=rope, head_dim=latent.nope + latent.rope, mla=latent, moe=moe
+    )
 
 
 def moe_shape(config: Mapping[str, Any]) -> MoEShape:
@@ -124,51 +125,7 @@ def moe_shape(config: Mapping[str, Any]) -> MoEShape:
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`: MLA, then a dense MLP (the first layers) or routed and shared experts."""
-    return llama.block(shape, attention(shape, index, make), mlp(shape, index, make, router), make)
-
-
-def attention(shape: Shape, index: int, make: Factory, *, kind: type[MLA] | None = None, **parts: Any) -> MLA:
-    """Multi-head latent attention with sizes from shape.mla. kind: its class; parts: as in MLA."""
-    name = f"model.layers.{index}.self_attn"
-    mla, heads, bias = shape.mla, shape.num_heads, bool(shape.config["attention_bias"])
-    assert mla is not None
-    from unfreeze.models.blocks.mla import MLA
-
-    hidden, head = shape.hidden_size, mla.nope + mla.rope
-    if mla.q_lora_rank is None:
-        query: dict[str, Any] = {"q_proj": make.linear(f"{name}.q_proj", hidden, heads * head)}
-    else:
-        query = {
-            "q_a_proj": make.linear(f"{name}.q_a_proj", hidden, mla.q_lora_rank, bias=bias),
-            "q_a_layernorm": make.norm(mla.q_lora_rank, 1e-6),
-            "q_b_proj": make.linear(f"{name}.q_b_proj", mla.q_lora_rank, heads * head),
-        }
-    return (kind or MLA)(
-        index,
-        num_heads=heads,
-        nope=mla.nope,
-        rope=mla.rope,
-        value=mla.value,
-        scale=_scale(shape),
-        pairs="adjacent" if shape.config["rope_interleave"] else "halves",
-        kv_a_proj_with_mqa=make.linear(
-            f"{name}.kv_a_proj_with_mqa", hidden, mla.kv_lora_rank + mla.rope, bias=bias
-        ),
-        kv_a_layernorm=make.norm(mla.kv_lora_rank, 1e-6),
-        kv_b_proj=make.linear(f"{name}.kv_b_proj", mla.kv_lora_rank, heads * (mla.nope + mla.value)),
-        o_proj=make.linear(f"{name}.o_proj", heads * mla.value, hidden, bias=bias),
-        **query,
-        **parts,
-    )
-
-
-def _scale(shape: Shape) -> float:
-    """1/sqrt(d), times YaRN's temperature squared where the config has mscale_all_dim."""
-    parameters = rope_parameters(shape.config)
-    mscale, temperature = parameters.get("mscale_all_dim"), 1.0
-    if mscale and parameters["rope_type"] != "default":
-        temperature = yarn_mscale(float(parameters["factor"]), float(mscale))
-    return shape.head_dim**-0.5 * temperature**2
+    return llama.block(shape, mla.attention(shape, index, make), mlp(shape, index, make, router), make)
 
 
 def mlp(shape: Shape, index: int, make: Factory, router: Callable[[Shape, Factory], Router]) -> MLP | MoE:

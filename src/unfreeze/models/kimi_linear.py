@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.checkpoint.keymap import StackRule
 from unfreeze.core.errors import CheckpointError
-from unfreeze.models import deepseek_v3, llama, mixtral
+from unfreeze.models import deepseek_v3, llama, mixtral, mla
 from unfreeze.models.allowed import Fields, names
 from unfreeze.models.fields import NEXT, Whole, shown
 from unfreeze.models.layer_types import FULL, LINEAR, layer_types
@@ -148,7 +148,7 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
     mixer = (
         delta_attention(shape, index, make)
         if linear
-        else deepseek_v3.attention(shape, index, make, kind=UnrotatedMLA)
+        else mla.attention(shape, index, make, kind=UnrotatedMLA)
     )
     return llama.block(shape, mixer, deepseek_v3.mlp(shape, index, make, deepseek_v3.router), make)
 

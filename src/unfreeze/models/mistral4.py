@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import CheckpointError
-from unfreeze.models import deepseek_v3, llama, ministral3
+from unfreeze.models import deepseek_v3, llama, ministral3, mla
 from unfreeze.models.allowed import Fields, names
 from unfreeze.models.blocks.rope import Temperature, rope_parameters
 from unfreeze.models.shape import Shape
@@ -92,7 +92,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`."""
-    attention = deepseek_v3.attention(shape, index, make, temperature=TEMPERATURE)
+    attention = mla.attention(shape, index, make, temperature=TEMPERATURE)
     return llama.block(shape, attention, deepseek_v3.mlp(shape, index, make, _router), make)
 
 
