@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models import deepseek_v3, llama, mla
 from unfreeze.models.allowed import Fields, names
+from unfreeze.models.configs.deepseek_v3 import MLA_SIZES
 from unfreeze.models.shape import Shape, require
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ FIELDS = Fields(
     read=names("num_experts_per_tok n_group topk_group"),
     null=names("q_lora_rank"),
     only={
-        **deepseek_v3.MLA_SIZES,
+        **MLA_SIZES,
         "scoring_func": lambda config: "softmax",
         "norm_topk_prob": lambda config: False,
         "mlp_bias": lambda config: False,
