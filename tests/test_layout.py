@@ -2,12 +2,16 @@
 called utils (docs/why/design.md)."""
 
 import ast
+import importlib
 import re
 import subprocess
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from unfreeze.models import FAMILIES
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "unfreeze"
 LAYER = {
@@ -363,6 +367,52 @@ def too_long(sources: dict[str, int]) -> list[str]:
         f"{file} has {lines} lines, at most {LONGEST}: cut it at a natural seam, or delete"
         for file, lines in sources.items()
         if lines > LONGEST
+    ]
+
+
+LONGEST_FAMILY = 120  # lines of models/<family>.py, so that a reader has a family on two screens
+
+
+def long_families(sources: dict[str, int]) -> list[str]:
+    """Files of model families (path -> lines) beyond LONGEST_FAMILY."""
+    return [
+        f"{file} has {lines} lines, at most {LONGEST_FAMILY}: move FIELDS and shape, all that reads config.json,"
+        f" to models/configs/{Path(file).name}"
+        for file, lines in sources.items()
+        if lines > LONGEST_FAMILY
+    ]
+
+
+def test_a_familys_file_is_short():
+    files = {Path(str(family.__file__)) for family in FAMILIES.values()}
+    assert {file.parent for file in files} == {PACKAGE / "models"}
+    lines = {f"models/{file.name}": len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+    assert not (bad := long_families(lines)), "\n".join(bad)
+
+
+def read_elsewhere(family: object, part: object) -> list[str]:
+    """FIELDS or shape of a family whose file in models/configs/ has another."""
+    return [name for name in ("FIELDS", "shape") if getattr(family, name) is not getattr(part, name)]
+
+
+def test_a_familys_config_json_is_read_in_one_file():
+    apart = {file.stem for file in (PACKAGE / "models" / "configs").glob("[!_]*.py")}
+    parts = {name: importlib.import_module(f"unfreeze.models.configs.{name}") for name in apart}
+    bad = {name: both for name, part in parts.items() if (both := read_elsewhere(FAMILIES[name], part))}
+    assert not bad, f"models/<family>.py must take them from models/configs/<family>.py: {bad}"
+
+
+def test_a_second_table_of_a_family_is_seen():
+    part = SimpleNamespace(FIELDS=object(), shape=object())
+    assert read_elsewhere(SimpleNamespace(FIELDS=object(), shape=part.shape), part) == ["FIELDS"]
+    assert read_elsewhere(part, part) == []
+
+
+def test_a_long_family_is_seen():
+    assert long_families({"models/a.py": 120}) == []
+    assert long_families({"models/a.py": 121}) == [
+        "models/a.py has 121 lines, at most 120: move FIELDS and shape, all that reads config.json, to"
+        " models/configs/a.py"
     ]
 
 

@@ -18,8 +18,8 @@ from unfreeze.compress.merge import inputs_of, merge
 from unfreeze.compress.work import MergeWork
 from unfreeze.core.errors import CheckpointError
 from unfreeze.generate.open import open_model
-from unfreeze.models import kimi_linear
 from unfreeze.models.blocks.recurrent import Decay
+from unfreeze.models.configs import kimi_linear
 from unfreeze.models.publish import published
 
 HYBRIDS = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "kimi-linear", "lfm2-biases-untied", "lfm2-moe")

@@ -4,6 +4,9 @@
 that makes modules is imported on first use, so a config can be refused without importing torch. To add a
 family: CONTRIBUTING.md, "Add a model family".
 
+A family's file has at most 120 lines: RULES, FIELDS, `shape`, `layer`. If they don't fit, FIELDS and `shape`,
+all that reads config.json, are in configs/<family>.py. Parts are in blocks/, mamba.py and mla.py.
+
 Module and parameter names are the checkpoint's own; routed experts are stacked (see deepseek_v3.RULES).
 """
 

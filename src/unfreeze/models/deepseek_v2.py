@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import CheckpointError
-from unfreeze.models import deepseek_v3, llama
+from unfreeze.models import deepseek_v3, llama, mla
 from unfreeze.models.allowed import Fields, names
+from unfreeze.models.configs.deepseek_v3 import MLA_SIZES
 from unfreeze.models.shape import Shape, require
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ FIELDS = Fields(
     read=names("num_experts_per_tok n_group topk_group"),
     null=names("q_lora_rank"),
     only={
-        **deepseek_v3.MLA_SIZES,
+        **MLA_SIZES,
         "scoring_func": lambda config: "softmax",
         "norm_topk_prob": lambda config: False,
         "mlp_bias": lambda config: False,
@@ -73,7 +74,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`: MLA, then a dense MLP (the first layers) or routed and shared experts."""
     mlp = deepseek_v3.mlp(shape, index, make, _router)
-    return llama.block(shape, deepseek_v3.attention(shape, index, make), mlp, make)
+    return llama.block(shape, mla.attention(shape, index, make), mlp, make)
 
 
 def _router(shape: Shape, make: Factory) -> Router:

@@ -6,18 +6,16 @@ Source: arXiv:2412.19437; module names as in the published checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unfreeze.checkpoint.keymap import StackRule
-from unfreeze.models import llama
-from unfreeze.models.allowed import Config, Fields, names
-from unfreeze.models.blocks.rope import rope_from_config, rope_parameters, yarn_mscale
-from unfreeze.models.shape import MLAShape, MoEShape, Shape, common, require
+from unfreeze.models import llama, mla
+from unfreeze.models.configs import deepseek_v3 as config_json
+from unfreeze.models.shape import Shape
 
 if TYPE_CHECKING:
-    from unfreeze.models.blocks.mla import MLA
     from unfreeze.models.blocks.mlp import MLP
     from unfreeze.models.blocks.moe import MoE
     from unfreeze.models.blocks.routers import Router
@@ -39,49 +37,8 @@ SINGLE = (
 RULES = (*SINGLE, *FUSED)
 QUANTIZED = tuple(replace(rule, instead=True) for rule in SINGLE)
 """For families whose releases are fused: quantizers write each expert under its own name."""
-OTHER_NAMES: dict[str, Callable[[Config], object]] = {
-    "num_local_experts": lambda config: config.get("n_routed_experts", config["num_local_experts"]),
-    "num_mtp_layers": lambda config: config.get("num_nextn_predict_layers", config["num_mtp_layers"]),
-}
-"""Second names of two sizes; if both names are present they must agree."""
-MLA_SIZES: dict[str, Callable[[Config], object]] = {
-    "moe_layer_freq": lambda config: 1,
-    "mla_use_nope": lambda config: False,
-    # latent attention has a key and a value per head; the others are second names of sizes, and must agree
-    "num_key_value_heads": lambda config: config.get("num_attention_heads"),
-    "head_dim": lambda config: config.get("qk_rope_head_dim"),
-    "qk_head_dim": lambda config: (
-        (config.get("qk_nope_head_dim") or 0) + (config.get("qk_rope_head_dim") or 0)
-    ),
-    **OTHER_NAMES,
-}
-FIELDS = Fields(
-    absent={
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 4096,
-        "attention_bias": False,
-        "q_lora_rank": 1536,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
-        "n_group": 8,
-        "topk_group": 4,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "rope_interleave": True,
-        "num_nextn_predict_layers": 1,
-        "num_key_value_heads": 128,
-    },
-    read=names(
-        "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_routed_experts moe_intermediate_size"
-    ),
-    null=names("q_lora_rank num_key_value_heads"),
-    only={"scoring_func": lambda config: "sigmoid", "topk_method": lambda config: "noaux_tc", **MLA_SIZES},
-    never_null=names("norm_topk_prob rope_interleave"),
-    silent=names("auto_map"),  # the releases' own code, which computes what this file does
-)
+FIELDS = config_json.FIELDS
+shape = config_json.shape
 
 
 def ignored(shape: Shape) -> tuple[str, ...]:
@@ -94,81 +51,9 @@ def ignored(shape: Shape) -> tuple[str, ...]:
     return (*heads, r"vision_tower\..*", r"mm_projector\..*", r".*rotary_emb\.inv_freq")
 
 
-def shape(config: Mapping[str, Any]) -> Shape:
-    """Sizes from config.json."""
-    mla = MLAShape(
-        q_lora_rank=config.get("q_lora_rank"),
-        kv_lora_rank=int(require(config, "kv_lora_rank")),
-        nope=int(require(config, "qk_nope_head_dim")),
-        rope=int(require(config, "qk_rope_head_dim")),
-        value=int(require(config, "v_head_dim")),
-    )
-    rope, moe = rope_from_config(config, mla.rope), moe_shape(config)
-    return common(config, family="deepseek_v3", rope=rope, head_dim=mla.nope + mla.rope, mla=mla, moe=moe)
-
-
-def moe_shape(config: Mapping[str, Any]) -> MoEShape:
-    """Sizes of routed and shared experts; the first first_k_dense_replace layers have none."""
-    return MoEShape(
-        num_experts=int(
-            config["num_local_experts"]
-            if "num_local_experts" in config
-            else require(config, "n_routed_experts")
-        ),
-        experts_per_token=int(config["num_experts_per_tok"]),
-        intermediate_size=int(require(config, "moe_intermediate_size")),
-        num_shared_experts=int(config["n_shared_experts"]),
-        dense_layers=frozenset(range(int(config["first_k_dense_replace"]))),
-    )
-
-
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`: MLA, then a dense MLP (the first layers) or routed and shared experts."""
-    return llama.block(shape, attention(shape, index, make), mlp(shape, index, make, router), make)
-
-
-def attention(shape: Shape, index: int, make: Factory, *, kind: type[MLA] | None = None, **parts: Any) -> MLA:
-    """Multi-head latent attention with sizes from shape.mla. kind: its class; parts: as in MLA."""
-    name = f"model.layers.{index}.self_attn"
-    mla, heads, bias = shape.mla, shape.num_heads, bool(shape.config["attention_bias"])
-    assert mla is not None
-    from unfreeze.models.blocks.mla import MLA
-
-    hidden, head = shape.hidden_size, mla.nope + mla.rope
-    if mla.q_lora_rank is None:
-        query: dict[str, Any] = {"q_proj": make.linear(f"{name}.q_proj", hidden, heads * head)}
-    else:
-        query = {
-            "q_a_proj": make.linear(f"{name}.q_a_proj", hidden, mla.q_lora_rank, bias=bias),
-            "q_a_layernorm": make.norm(mla.q_lora_rank, 1e-6),
-            "q_b_proj": make.linear(f"{name}.q_b_proj", mla.q_lora_rank, heads * head),
-        }
-    return (kind or MLA)(
-        index,
-        num_heads=heads,
-        nope=mla.nope,
-        rope=mla.rope,
-        value=mla.value,
-        scale=_scale(shape),
-        pairs="adjacent" if shape.config["rope_interleave"] else "halves",
-        kv_a_proj_with_mqa=make.linear(
-            f"{name}.kv_a_proj_with_mqa", hidden, mla.kv_lora_rank + mla.rope, bias=bias
-        ),
-        kv_a_layernorm=make.norm(mla.kv_lora_rank, 1e-6),
-        kv_b_proj=make.linear(f"{name}.kv_b_proj", mla.kv_lora_rank, heads * (mla.nope + mla.value)),
-        o_proj=make.linear(f"{name}.o_proj", heads * mla.value, hidden, bias=bias),
-        **query,
-        **parts,
-    )
-
-
-def _scale(shape: Shape) -> float:
-    """1/sqrt(d), times YaRN's temperature squared where the config has mscale_all_dim."""
-    parameters = rope_parameters(shape.config)
-    mscale, temperature = parameters.get("mscale_all_dim"), 1.0
-    if mscale and parameters["rope_type"] != "default":
-        temperature = yarn_mscale(float(parameters["factor"]), float(mscale))
-    return shape.head_dim**-0.5 * temperature**2
+    return llama.block(shape, mla.attention(shape, index, make), mlp(shape, index, make, router), make)
 
 
 def mlp(shape: Shape, index: int, make: Factory, router: Callable[[Shape, Factory], Router]) -> MLP | MoE:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import CheckpointError
-from unfreeze.models import deepseek_v3, llama
+from unfreeze.models import deepseek_v3, llama, mla
 from unfreeze.models.allowed import Config, Fields, names
 from unfreeze.models.layer_types import dense_layers
 from unfreeze.models.shape import Shape, require
@@ -88,7 +88,7 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
     from unfreeze.models.blocks.sparse import SparseMLA
 
     chooses, keys = indexer(shape, index, make, "halves"), int(shape.config["index_topk"])
-    attention = deepseek_v3.attention(shape, index, make, kind=SparseMLA, indexer=chooses, chosen_keys=keys)
+    attention = mla.attention(shape, index, make, kind=SparseMLA, indexer=chooses, chosen_keys=keys)
     return llama.block(shape, attention, deepseek_v3.mlp(shape, index, make, deepseek_v3.router), make)
 
 
@@ -97,14 +97,14 @@ def indexer(shape: Shape, index: int, make: Factory, pairs: Pairing) -> Indexer:
     from unfreeze.models.blocks.norm import LayerNorm
     from unfreeze.models.blocks.sparse import Indexer
 
-    name, config, mla = f"model.layers.{index}.self_attn.indexer", shape.config, shape.mla
-    assert mla is not None and mla.q_lora_rank is not None
+    name, config, latent = f"model.layers.{index}.self_attn.indexer", shape.config, shape.mla
+    assert latent is not None and latent.q_lora_rank is not None
     heads, width = int(config["index_n_heads"]), int(config["index_head_dim"])
     return Indexer(
         heads=heads,
-        rope=mla.rope,
+        rope=latent.rope,
         pairs=pairs,
-        wq_b=make.linear(f"{name}.wq_b", mla.q_lora_rank, heads * width),
+        wq_b=make.linear(f"{name}.wq_b", latent.q_lora_rank, heads * width),
         wk=make.linear(f"{name}.wk", shape.hidden_size, width),
         k_norm=LayerNorm(width, 1e-6, dtype=make.dtype, device=make.device),
         weights_proj=make.linear(f"{name}.weights_proj", shape.hidden_size, heads),

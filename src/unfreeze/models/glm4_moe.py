@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.models import deepseek_v3, llama, qwen3
 from unfreeze.models.allowed import Fields, names
 from unfreeze.models.blocks.rope import rope_from_config, rotary_width
+from unfreeze.models.configs.deepseek_v3 import OTHER_NAMES, moe_shape
 from unfreeze.models.shape import Shape, common, require
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ FIELDS = Fields(
         "num_nextn_predict_layers": 1,
     },
     read=names("head_dim partial_rotary_factor n_routed_experts moe_intermediate_size"),
-    only=deepseek_v3.OTHER_NAMES | {"scoring_func": lambda config: "sigmoid"},
+    only=OTHER_NAMES | {"scoring_func": lambda config: "sigmoid"},
     never_null=names("norm_topk_prob use_qk_norm"),
     neutral=qwen3.QK_NORM,
 )
@@ -50,7 +51,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
         config.get("head_dim") or require(config, "hidden_size") // require(config, "num_attention_heads")
     )
     rope = rope_from_config(config, rotary_width(config, head_dim, PARTIAL))
-    moe = deepseek_v3.moe_shape(config)
+    moe = moe_shape(config)
     return common(config, family="glm4_moe", rope=rope, head_dim=head_dim, moe=moe)
 
 

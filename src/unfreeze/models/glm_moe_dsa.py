@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import CheckpointError
-from unfreeze.models import deepseek_v3, deepseek_v32, llama
+from unfreeze.models import deepseek_v3, deepseek_v32, llama, mla
 from unfreeze.models.allowed import Config, Fields, names
 from unfreeze.models.fields import shown
 from unfreeze.models.shape import Shape, require
@@ -87,7 +87,7 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
 
     kinds = indexer_types(shape.config)
     full = kinds[index] == FULL
-    attention = deepseek_v3.attention(
+    attention = mla.attention(
         shape,
         index,
         make,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.checkpoint.keymap import StackRule
 from unfreeze.models import deepseek_v3, lfm2, mixtral
 from unfreeze.models.allowed import Fields, names
+from unfreeze.models.configs.lfm2 import ABSENT, sized
 from unfreeze.models.shape import MoEShape, Shape, require
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ RENAMED = (*lfm2.RENAMED, ("mlp.experts", "feed_forward.experts"))
 ignored = lfm2.ignored
 FIELDS = Fields(
     absent={
-        **lfm2.ABSENT,
+        **ABSENT,
         "intermediate_size": 7168,
         "moe_intermediate_size": 1792,
         "num_dense_layers": 2,
@@ -52,7 +53,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
         num_shared_experts=0,
         dense_layers=frozenset(range(int(config["num_dense_layers"]))),
     )
-    return replace(lfm2.sized(config, ()), family="lfm2_moe", moe=moe)
+    return replace(sized(config, ()), family="lfm2_moe", moe=moe)
 
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:

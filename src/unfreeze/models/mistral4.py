@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import CheckpointError
-from unfreeze.models import deepseek_v3, llama, ministral3
+from unfreeze.models import deepseek_v3, llama, ministral3, mla
 from unfreeze.models.allowed import Fields, names
 from unfreeze.models.blocks.rope import Temperature, rope_parameters
+from unfreeze.models.configs.deepseek_v3 import MLA_SIZES
 from unfreeze.models.shape import Shape
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ FIELDS = Fields(
     read=names("partial_rotary_factor"),
     null=names("q_lora_rank num_key_value_heads"),
     only={
-        **deepseek_v3.MLA_SIZES,
+        **MLA_SIZES,
         "head_dim": lambda config: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
         "partial_rotary_factor": lambda config: (
             config["qk_rope_head_dim"] / (config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
@@ -92,7 +93,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`."""
-    attention = deepseek_v3.attention(shape, index, make, temperature=TEMPERATURE)
+    attention = mla.attention(shape, index, make, temperature=TEMPERATURE)
     return llama.block(shape, attention, deepseek_v3.mlp(shape, index, make, _router), make)
 
 

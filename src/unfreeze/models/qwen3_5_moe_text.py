@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.models import deepseek_v3, qwen2_moe, qwen3_5_text, qwen3_moe, qwen3_next
+from unfreeze.models.configs.qwen3_next import hybrid
 from unfreeze.models.shape import Shape
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json: every layer is sparse, and the weights of the chosen experts sum to one."""
     dense = {"decoder_sparse_step": 1, "mlp_only_layers": (), "norm_topk_prob": True}
     moe = qwen3_moe.moe_shape({**config, **dense}, num_shared_experts=1)
-    hybrid = qwen3_next.hybrid(config)
-    return replace(hybrid, family="qwen3_5_moe_text", moe=moe, config={**hybrid.config, **dense})
+    sizes = hybrid(config)
+    return replace(sizes, family="qwen3_5_moe_text", moe=moe, config={**sizes.config, **dense})
 
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.models import llama, qwen3_next
 from unfreeze.models.allowed import Fields, names
+from unfreeze.models.configs.qwen3_next import SIZES, hybrid
 from unfreeze.models.shape import Shape
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ ignored = qwen3_next.ignored
 ends = qwen3_next.ends
 HYBRID: Mapping[str, Any] = {
     **llama.ABSENT,
-    **qwen3_next.SIZES,
+    **SIZES,
     "max_position_embeddings": 32768,
     "head_dim": 256,
     "attention_bias": False,
@@ -48,7 +49,7 @@ FIELDS = Fields(
 
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json."""
-    return replace(qwen3_next.hybrid(config), family="qwen3_5_text")
+    return replace(hybrid(config), family="qwen3_5_text")
 
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
