@@ -16,7 +16,7 @@ from unfreeze.generate.engine import Engine, batch_of
 from unfreeze.generate.sampling import Sampling
 from unfreeze.generate.steps import launched
 from unfreeze.models.blocks.cache import Cache
-from unfreeze.models.blocks.passes import StepPass
+from unfreeze.models.blocks.step_pass import StepPass
 
 HYBRIDS = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "kimi-linear", "lfm2-biases-untied", "lfm2-moe")
 each_hybrid = pytest.mark.parametrize("name", HYBRIDS)

@@ -7,7 +7,7 @@ import torch
 from exact import SEEN, Row, apart, assert_exact, each_maker, family, rows_of, some, uncached, walked
 
 from unfreeze.generate.steps import launched
-from unfreeze.models.blocks.passes import StepPass
+from unfreeze.models.blocks.step_pass import StepPass
 
 NAMES = (
     "llama-gqa-tied",

@@ -30,8 +30,8 @@ from unfreeze.kernels.expert_mlp import fused_expert_mlp
 from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.models.blocks import experts
 from unfreeze.models.blocks.cache import Cache
-from unfreeze.models.blocks.passes import StepWithin
 from unfreeze.models.blocks.residency import RESIDENT
+from unfreeze.models.blocks.step_pass import StepWithin
 
 KINDS = ("gqa", "gqa-qk-norm", "mla-moe")  # of conftest.py
 PROMPTS = [[3, 17, 42, 8, 60, 11, 5], [70, 2], list(range(20, 33)), [9]]

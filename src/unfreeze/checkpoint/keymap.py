@@ -131,7 +131,7 @@ def tensor_sources(
 def _one_spelling(
     stacked: list[tuple[StackRule, dict[str, str], int | None]], disk: Mapping[str, object] | None
 ) -> list[tuple[StackRule, dict[str, str], int | None]]:
-    """The rules of one way to spell the experts' names: the first of which `disk` has a tensor, else the first."""
+    """Rules of one spelling of the experts' names: the first of which `disk` has a tensor, else the first."""
     ways: dict[str, list[tuple[StackRule, dict[str, str], int | None]]] = {}
     for entry in stacked:
         ways.setdefault(entry[0].disk.partition("{expert}")[0], []).append(entry)

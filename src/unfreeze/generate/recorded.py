@@ -17,8 +17,8 @@ from torch import Tensor
 from unfreeze.kernels.decode_step.program import Program, Row
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.cache import Cache
-from unfreeze.models.blocks.passes import StepPass
 from unfreeze.models.blocks.recording import Recording
+from unfreeze.models.blocks.step_pass import StepPass
 from unfreeze.models.decoder import TOKENS
 
 
@@ -39,8 +39,7 @@ class Recorded:
         rows = len(tokens)
         rows_S, positions_S = torch.arange(rows), torch.tensor(cache.lengths)
         tables, named = model.shape.tables(positions_S)
-        places = {"rows_T": rows_S, "positions_T": positions_S, "tokens_T": tokens_S}
-        run = StepPass(*tables, cache=cache, named=named, **places)
+        run = StepPass(*tables, cache, rows_S, positions_S, named, tokens_T=tokens_S)
         if model.shape.rope.long is not None:
             cache.write(TOKENS, rows_S, positions_S, (tokens_S,))
         if self._version != cache.version:

@@ -23,8 +23,8 @@ from unfreeze.core.lazy import on_first_use
 from unfreeze.models import (
     deepseek_v2,
     deepseek_v3,
-    deepseek_v32,
     deepseek_v4,
+    deepseek_v32,
     ernie4_5_moe,
     gemma2,
     gemma3_text,

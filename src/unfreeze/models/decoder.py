@@ -23,9 +23,10 @@ from unfreeze.models.blocks.embedding import Embedding
 from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.norm import RMSNorm
-from unfreeze.models.blocks.passes import PackedPass, PrefillPass, StepPass, StepWithin
+from unfreeze.models.blocks.passes import PackedPass, PrefillPass
 from unfreeze.models.blocks.residency import RESIDENT, Residency
 from unfreeze.models.blocks.shared_cache import SharedCache
+from unfreeze.models.blocks.step_pass import StepPass, StepWithin
 from unfreeze.models.blocks.taps import Taps
 from unfreeze.models.chunks import chunk_tokens, document_groups
 from unfreeze.models.layer import Layer
@@ -296,8 +297,7 @@ class Decoder(nn.Module):
         """
         rows_S = torch.arange(len(tokens_S), device=self.device)
         tables, named = self.shape.tables(positions_S)
-        places = {"rows_T": rows_S, "positions_T": positions_S, "tokens_T": tokens_S}
-        run = StepWithin(*tables, cache=cache, named=named, width=width, **places)
+        run = StepWithin(*tables, cache, rows_S, positions_S, named, tokens_T=tokens_S, width=width)
         return self._step(tokens_S, run)
 
     def _step(self, tokens_S: Tensor, run: StepPass) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from unfreeze.core.errors import UserError
 from unfreeze.models.blocks.cache import Cache
-from unfreeze.models.blocks.passes import StepPass
+from unfreeze.models.blocks.step_pass import StepPass
 
 GENERATOR = torch.Generator().manual_seed(0)
 

@@ -115,7 +115,9 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_backward(grad, *ctx.saved_tensors, ctx.sees), None, None, None)
+        q_THd, k_Td, e_Ed, sinks_H, chosen_TK, o, lse = ctx.saved_tensors
+        dparts = _backward(grad, q_THd, k_Td, e_Ed, sinks_H, chosen_TK, o, lse, ctx.sees)
+        return (*dparts, None, None, None)
 
 
 def _forward(

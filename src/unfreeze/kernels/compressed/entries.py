@@ -1,6 +1,6 @@
 """Entries of compressed attention: one for each window of m tokens of a document, the windows side by side.
 
-    e[c] = Σ_j softmax_j(z[j, c] + b[j, c]) · x[j, c]      j over the m tokens of the window, channel by channel
+    e[c] = Σ_j softmax_j(z[j, c] + b[j, c]) · x[j, c]    j over the m tokens of a window, channel by channel
 
 With overlap an entry covers 2 m tokens: x and z have two series of d channels each. The window before gives
 the first series, the window itself the second. A document's first window has none before it.

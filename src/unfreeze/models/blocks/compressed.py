@@ -1,8 +1,8 @@
 """Attention to the last tokens and to compressed entries of earlier ones (DeepSeek-V4).
 
 The arithmetic is kernels/compressed. One head of keys, which are the values too; each query head has a sink.
-The last r elements of queries, keys and entries rotate; an output is rotated back by its own position, so that
-it depends on distances only. T tokens, E entries, D model width, Q query latent, H heads of d; J heads of the
+The last r elements of queries, keys and entries rotate; an output is rotated back by its own position, so it
+depends on distances only. T tokens, E entries, D model width, Q query latent, H heads of d; J heads of the
 indexer, i their width; m tokens of a window; g groups of heads.
 """
 
@@ -20,11 +20,12 @@ from unfreeze.kernels.sparse_attention import Index
 from unfreeze.models.blocks.bytes import AttentionShape, Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.norm import PlainRMSNorm, RMSNorm
-from unfreeze.models.blocks.passes import Pass, Tables
+from unfreeze.models.blocks.passes import Pass
+from unfreeze.models.blocks.step_pass import Tables
 
 
 class GroupedLinear(Linear):
-    """y of group j = W_j · x of group j: weight [g · O, I], x [T, g, I] -> y [T, g, O]. It carries no adapter."""
+    """y_j = W_j x_j of each group j: weight [g · O, I], x [T, g, I] -> y [T, g, O]. It carries no adapter."""
 
     groups: int
     adaptable = False
@@ -82,7 +83,7 @@ class Compressor(Block):
         return rotated(self.kv_norm(e_Ed), run.tables_of_entries(self.table, self.rate))
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Held: the channels of each token as they lie in windows; twice in float32 in a window's backward."""
+        """Held: the channels of each token as they lie in windows. Own: their gradients, in float32 too."""
         C, size = self.kv_proj.out_features, dtype.itemsize
         return Bytes(held=2 * C * size, own=2 * C * (size + 4), linear=2 * C * size)
 

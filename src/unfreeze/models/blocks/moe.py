@@ -126,7 +126,9 @@ class ReadMoE(MoE):
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As MoE; recomputation keeps no output of the experts, and that of the shared expert's product."""
         counted = super().bytes(dtype, device)
-        return replace(counted, expensive=0, linear=counted.linear + self.experts.hidden_size * dtype.itemsize)
+        return replace(
+            counted, expensive=0, linear=counted.linear + self.experts.hidden_size * dtype.itemsize
+        )
 
 
 class HashMoE(ReadMoE):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from unfreeze.kernels.decode_step.program import CannotRecord, Program, Row, Store, Tables
 from unfreeze.kernels.rotary import Pairing
 from unfreeze.models.blocks.cache import Cache
-from unfreeze.models.blocks.passes import StepPass
 from unfreeze.models.blocks.shared_cache import SharedCache
+from unfreeze.models.blocks.step_pass import StepPass
 
 PAIRINGS: dict[Pairing, int] = {"halves": 0, "adjacent": 1, "leading halves": 2}
 

@@ -188,11 +188,10 @@ class HashRouter(Router):
 
     tid2eid: Tensor
 
-    def of_tokens(self, vocab_size: int) -> HashRouter:
+    def of_tokens(self, vocab_size: int) -> None:
         """Allocate the table, which comes from the checkpoint and is never trained."""
         empty = torch.zeros(vocab_size, self.top_k, dtype=torch.int64, device=self.weight.device)
         self.register_buffer("tid2eid", empty)
-        return self
 
     def record(self, to: Recording, x: Row) -> Routed:
         raise CannotRecord("a choice by the token")

@@ -59,7 +59,9 @@ class HyperConnection(nn.Module):
 
     def forward(self, x_TM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         N = self.streams
-        x_TM = x_TM.view_as(x_TM)  # gradients of its two uses are summed first, as FSDP2 does: in bf16 it shows
+        x_TM = x_TM.view_as(
+            x_TM
+        )  # gradients of its two uses are summed first, as FSDP2 does: in bf16 it shows
         z_TZ = recomputed(self._weights, x_TM, shared=(self.fn, self.base, self.scale))
         pre_TN, post_TN, comb_TM = z_TZ.split((N, N, N * N), dim=-1)
         y_TD = collapsed(x_TM, pre_TN)

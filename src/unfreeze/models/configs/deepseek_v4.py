@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models.allowed import Config, Fields, names
 from unfreeze.models.blocks.rope import Rope, Stepped, rope_from_config
 from unfreeze.models.fields import NEXT, shown
+from unfreeze.models.shape import MoEShape, Shape, common, require
 
 SLIDING, COMPRESSED, HEAVY = (
     "sliding_attention",
@@ -65,6 +67,23 @@ FIELDS = Fields(
 )
 
 
+def shape(config: Mapping[str, Any]) -> Shape:
+    """Sizes from config.json. Layers alternate between two kinds of attention unless it says more."""
+    moe = MoEShape(
+        num_experts=int(config["n_routed_experts"]),
+        experts_per_token=int(config["num_experts_per_tok"]),
+        intermediate_size=int(config["moe_intermediate_size"]),
+        num_shared_experts=1,
+        dense_layers=frozenset(),
+    )
+    config = {"intermediate_size": config["moe_intermediate_size"], **config}
+    main, named = rotary_tables(config)
+    head_dim = int(require(config, "head_dim"))
+    parts: dict[str, Any] = {"moe": moe, "ropes": named, "layer_types": kinds(config)}
+    sizes = common(config, family="deepseek_v4", rope=main, head_dim=head_dim, **parts)
+    return replace(sizes, streams=int(config["hc_mult"]))
+
+
 def kinds(config: Config) -> tuple[str, ...]:
     """The kind of each layer's attention. Raises CheckpointError for one that is not known."""
     count = int(config["num_hidden_layers"])
@@ -89,7 +108,7 @@ def hashed_layers(config: Config) -> frozenset[int]:
 
 
 def _known(declared: Any, count: int, field: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The first `count` entries, each of which must be known. Releases have one more, for the prediction head."""
+    """The first `count` entries, all of them known. Releases have one more, for the prediction head."""
     each = tuple(declared)[:count]
     wrong = next((kind for kind in each if kind not in known), None)
     if wrong is not None or len(each) < count:
@@ -138,7 +157,7 @@ def rotary_tables(config: Mapping[str, Any]) -> tuple[Rope, dict[str, Rope]]:
 
 
 def _rotary_width(config: Mapping[str, Any]) -> int:
-    """Elements of a head that rotate. Raises CheckpointError unless they are even, and fit the indexer too."""
+    """Elements of a head that rotate. Raises CheckpointError unless even, and no wider than the indexer."""
     head_dim, factor = int(config["head_dim"]), config.get("partial_rotary_factor")
     width = int(config.get("qk_rope_head_dim") or 64)
     if factor is not None:
