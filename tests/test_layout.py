@@ -139,6 +139,7 @@ LONG = {
     "job/watch/samples.py:Samples.__init__": "who speaks, and where the prompts come from",
     "kernels/decode_step/tiles.py:tile.rows": "compiled: the rows of a weight, by addresses and strides",
     "kernels/expert_mlp/fused.py:_ExpertMLP.forward": "autograd: each tensor that may need a gradient",
+    "models/blocks/compressed.py:CompressedAttention.__init__": "the matrices of the layer, as in MLA",
     "models/blocks/mla.py:MLA.__init__": "the matrices of the layer, by their names in checkpoints",
     "objectives/preference.py:preference": "the numbers of six published losses, by their published names",
     "parallel/placement/place.py:place": "a checkpoint, its rules, and each way in which weights may be kept",

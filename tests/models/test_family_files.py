@@ -21,6 +21,7 @@ from unfreeze.adapters.receipt import check
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.core.errors import AdapterError
 from unfreeze.kernels.recurrence.segments import CHUNK, CHUNKS
+from unfreeze.models.blocks.compressed import CompressedAttention
 from unfreeze.models.blocks.recurrent import ShortConv
 from unfreeze.models.publish import carried, named_as_stored, published, stored_dtypes
 from unfreeze.parallel.placement.place import place
@@ -33,9 +34,6 @@ for _name, _case in CASES.items():
 KINDS = sorted(FIRST.values())
 WITH_EXPERTS = {*cases_moe.CASES, *cases_mamba.CASES, "kimi-linear", "lfm2-moe"}
 AS_PUBLISHED = {"qwen3-vl-moe"}  # written with experts as published, which transformers turns round
-AS_RELEASED = {  # a dense layer's MLP has the release's name, which transformers reads and does not write
-    "kimi-linear": lambda key: re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", key)
-}
 FUSED = {"qwen3.5-moe", "qwen3.5-moe-nested"}  # written as the bf16 release is, one by one by transformers
 LORA = LoraConfig(rank=4, alpha=8.0)
 
@@ -115,11 +113,10 @@ def test_transformers_files_are_read_and_written_again_name_by_name(name, releas
     assert (ours - logits_of(reference)).abs().max() <= 1e-4
 
     written = published(model, manifest.config, dtypes=stored_dtypes(model, manifest))
-    tensors = chain(named_as_stored(manifest, written), carried(model, manifest))
+    tensors = chain(named_as_stored(model, manifest, written), carried(model, manifest))
     save_checkpoint(tmp_path / "again", manifest.config, tensors)
     theirs, again = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "again"))
     theirs = fused(theirs) if name in FUSED else theirs
-    theirs = {AS_RELEASED.get(name, str)(key): tensor for key, tensor in theirs.items()}
     assert again.keys() == theirs.keys() - models.tied(model.shape).keys()
     turned = {key for key, tensor in again.items() if tensor.shape != theirs[key].shape}
     assert bool(turned) == (name in AS_PUBLISHED)
@@ -159,7 +156,7 @@ def test_every_group_learns_and_the_receipt_says_so(name, released):
     linear = {
         module
         for module, part in model.named_modules()
-        if isinstance(part, models.targets.Linear)
+        if isinstance(part, models.targets.Linear) and part.adaptable
         and models.targets.group_of(module) not in ("lm_head", "router", "indexer")
     }
     assert {site.name for site in sites(model) if site.group != "experts"} == linear
@@ -223,9 +220,9 @@ def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, re
     # 2,048 rows of experts, as their buffers are rounded up to that; the adapters' own [T, 1] are left out
     attach(model, LoraConfig(rank=1), seed=0)
     T = 2048 // (model.shape.experts_per_token or 2)
-    run = model.packed_pass(batch_of([[2, *range(128)[1:]]] * (T // 128)))
+    run = model.packed_pass(batch_of([[number % 97 for number in range(128)]] * (T // 128)))
     for layer in model.layers:
-        x_TD = torch.randn(T, model.shape.hidden_size).requires_grad_()
+        x_TD = torch.randn(T, model.shape.stream_size).requires_grad_()
         kept = Kept()
         with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda t: t):
             y_TD = layer(x_TD, run)
@@ -235,7 +232,9 @@ def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, re
         said, shape = counted.held * T, counted.attention
         del y_TD
         mixer = layer.attention
-        if recurrent := mixer.state_bytes(torch.float32):
+        if isinstance(mixer, CompressedAttention):
+            pass  # its state is of generation only
+        elif recurrent := mixer.state_bytes(torch.float32):
             # documents of one segment carry no state, which the plan counts for long ones
             windows = [part for part in layer.modules() if isinstance(part, ShortConv)]
             state = recurrent - sum(part.state_bytes(torch.float32) for part in windows)

@@ -212,7 +212,7 @@ class AllWeights:
         self._make_room(folder)
         dtypes = stored_dtypes(model, manifest)
         trained = published(model, manifest.config, dtypes=dtypes, values=state.optimizer.masters)
-        tensors = chain(named_as_stored(manifest, trained), carried(model, manifest))
+        tensors = chain(named_as_stored(model, manifest, trained), carried(model, manifest))
         save_checkpoint(folder, manifest.config, tensors, extra=extra)
 
     def _make_room(self, folder: Path) -> None:

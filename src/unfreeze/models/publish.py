@@ -92,32 +92,42 @@ def stored_dtypes(model: Decoder, manifest: Manifest) -> dict[str, torch.dtype]:
 
     Experts that are stored fused are listed one by one.
     """
-    disk, rules = manifest.by_model_name(), models.rules(model.shape)
+    disk = manifest.by_model_name()
     stand_in = {name: alias for alias, name in models.tied(model.shape).items()}
     dtypes = {}
-    for param, tensor in model.state_dict().items():
-        stored = [source.name for source in tensor_sources(param, tensor.shape, rules, disk)]
-        for written, name in zip_longest(
-            (source.name for source in tensor_sources(param, tensor.shape, rules)),
-            stored,
-            fillvalue=stored[-1],
-        ):
+    for written, stored in _names(model, manifest):
+        for own, name in zip_longest(written, stored, fillvalue=stored[-1]):
             info = disk.get(name) or disk.get(stand_in.get(name, ""))
             if info is not None:
-                dtypes[written] = TORCH_DTYPE[info.dtype]
+                dtypes[own] = TORCH_DTYPE[info.dtype]
     return dtypes
 
 
+def _names(model: Decoder, manifest: Manifest) -> Iterator[tuple[list[str], list[str]]]:
+    """Of each parameter: the names that `published` writes, and those in the checkpoint, by the model's prefix."""
+    disk, rules = manifest.by_model_name(), models.rules(model.shape)
+    for param, tensor in model.state_dict().items():
+        written = [source.name for source in tensor_sources(param, tensor.shape, rules)]
+        yield written, [source.name for source in tensor_sources(param, tensor.shape, rules, disk)]
+
+
 def named_as_stored(
-    manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]
+    model: Decoder, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors that have the model's names under their names in the checkpoint's files.
+    """Yield tensors as `published` names them under their names in the checkpoint's files.
 
     A name that is not there (experts that are stored fused) gets the prefix of the others.
     """
     disk = manifest.by_model_name()
-    for name, tensor in tensors:
-        yield (disk[name].name if name in disk else name_on_disk(manifest.prefix, name)), tensor
+    spelled = {  # a release may have several spellings (DeepSeek-V4)
+        own: name
+        for written, stored in _names(model, manifest)
+        if len(written) == len(stored)
+        for own, name in zip(written, stored, strict=True)
+    }
+    for own, tensor in tensors:
+        name = spelled.get(own, own)
+        yield (disk[name].name if name in disk else name_on_disk(manifest.prefix, own)), tensor
 
 
 def carried(model: Decoder, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:

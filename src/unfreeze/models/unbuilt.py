@@ -26,7 +26,6 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("values of another width and scale than keys", ("attention_value_scale",)),
 )
 NAMED: dict[str, str] = {
-    "deepseek_v4": "attention over compressed keys, hyper-connections between layers",
     "deepseek_ref": "attention over compressed keys, hyper-connections between layers",
     "kimi_k3": "layers with a recurrent state, the activation SiTU, attention residuals",
     "nemotron-nas": "layers of different sizes, some without attention",

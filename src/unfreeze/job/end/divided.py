@@ -67,7 +67,7 @@ def _write_own(state: State, manifest: Manifest, temporary: Path, group: Group) 
     try:
         return write_parts(
             temporary,
-            chain(named_as_stored(manifest, own()), beside),
+            chain(named_as_stored(model, manifest, own()), beside),
             stem=f"shard-{group.rank}",
             max_shard_bytes=MAX_SHARD_BYTES // 4,  # a shard is held in host memory until it is written
         )

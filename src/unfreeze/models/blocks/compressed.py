@@ -189,14 +189,15 @@ class CompressedAttention(Block):
         return run.attend_entries(q_THd, k, e, self.sinks, scale, self.sizes.window, rate, chosen)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Held: queries before and after norm and rotation, the output before and after its rotation.
+        """Held: queries before norm and after rotation, and the output; rotated back too, if o_a_proj trains.
 
         Also both latents, the keys, and a float32 per head and token. Own: gradients of queries and output.
         """
         H, d, size = self.sizes.heads, self.sizes.head_dim, dtype.itemsize
         Q, O = self.q_a_proj.out_features, self.o_b_proj.in_features
+        trains = self.o_a_proj.codec is None and self.o_a_proj.weight.requires_grad
         projections = Bytes(
-            held=(4 * H * d + 2 * Q + 3 * d + O) * size + 4 * H,
+            held=((3 + trains) * H * d + 2 * Q + 3 * d + O) * size + 4 * H,
             own=2 * H * d * size,
             expensive=H * d * size + 4 * H,
             linear=(H * d + Q + d) * size,
