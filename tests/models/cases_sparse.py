@@ -159,6 +159,43 @@ CONFIGS = {
             "num_nextn_predict_layers": 0,
         }
     ),
+    "deepseek_v4": {name: value for name, value in COMMON.items() if name != "intermediate_size"}
+    | {
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "num_hash_layers": 3,
+        "num_nextn_predict_layers": 1,
+        "attention_bias": False,
+        "q_lora_rank": 128,
+        "qk_rope_head_dim": 8,
+        "o_groups": 4,
+        "o_lora_rank": 64,
+        "index_head_dim": 32,
+        "index_n_heads": 16,
+        "index_topk": 6,
+        "hc_eps": 1e-6,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "sliding_window": 3,
+        "swiglu_limit": 0.5,
+        "compress_rope_theta": 160000,
+        "compress_ratios": [0, 0, 4, 128, 4, 128, 4, 128, 0],
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 16,
+            "original_max_position_embeddings": 64,
+            "type": "yarn",
+        },
+    },
     "mimo_v2_flash": (
         {name: value for name, value in COMMON.items() if name != "rope_theta"}
         | EXPERTS

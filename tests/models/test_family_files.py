@@ -156,7 +156,8 @@ def test_every_group_learns_and_the_receipt_says_so(name, released):
     linear = {
         module
         for module, part in model.named_modules()
-        if isinstance(part, models.targets.Linear) and part.adaptable
+        if isinstance(part, models.targets.Linear)
+        and part.adaptable
         and models.targets.group_of(module) not in ("lm_head", "router", "indexer")
     }
     assert {site.name for site in sites(model) if site.group != "experts"} == linear

@@ -69,6 +69,7 @@ FIELDS = Fields(
 
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json. Layers alternate between two kinds of attention unless it says more."""
+    require(config, "num_hidden_layers")
     moe = MoEShape(
         num_experts=int(config["n_routed_experts"]),
         experts_per_token=int(config["num_experts_per_tok"]),
@@ -77,6 +78,12 @@ def shape(config: Mapping[str, Any]) -> Shape:
         dense_layers=frozenset(),
     )
     config = {"intermediate_size": config["moe_intermediate_size"], **config}
+    heads, groups = int(config["num_attention_heads"]), int(config["o_groups"])
+    if heads % groups:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {heads:,} is not a multiple of o_groups {groups:,}", next=NEXT
+        )
+    hashed_layers(config)  # raises too
     main, named = rotary_tables(config)
     head_dim = int(require(config, "head_dim"))
     parts: dict[str, Any] = {"moe": moe, "ropes": named, "layer_types": kinds(config)}
@@ -89,13 +96,13 @@ def kinds(config: Config) -> tuple[str, ...]:
     count = int(config["num_hidden_layers"])
     declared, ratios = config.get("layer_types"), config.get("compress_ratios")
     if declared is None and ratios is not None:
-        declared = [KIND_OF.get(ratio, ratio) for ratio in ratios]
+        numbers = _known(ratios, count, "compress_ratios", tuple(KIND_OF))
+        return tuple(KIND_OF[number] for number in numbers)
     if declared is None:
         declared = [HEAVY] * min(count, 2) + [
             COMPRESSED if place % 2 else HEAVY for place in range(count - 2)
         ]
-    field = "compress_ratios" if config.get("layer_types") is None and ratios is not None else "layer_types"
-    return _known(declared, count, field, (SLIDING, COMPRESSED, HEAVY))
+    return _known(declared, count, "layer_types", (SLIDING, COMPRESSED, HEAVY))
 
 
 def hashed_layers(config: Config) -> frozenset[int]:
@@ -107,13 +114,15 @@ def hashed_layers(config: Config) -> frozenset[int]:
     return frozenset(layer for layer, kind in enumerate(each) if kind == HASHED)
 
 
-def _known(declared: Any, count: int, field: str, known: tuple[str, ...]) -> tuple[str, ...]:
+def _known(declared: Any, count: int, field: str, known: tuple[Any, ...]) -> tuple[Any, ...]:
     """The first `count` entries, all of them known. Releases have one more, for the prediction head."""
     each = tuple(declared)[:count]
     wrong = next((kind for kind in each if kind not in known), None)
     if wrong is not None or len(each) < count:
         fault = f"an entry {shown(wrong)}" if wrong is not None else f"{len(each)} entries for {count} layers"
-        raise CheckpointError(f"config.json: {field} has {fault}; known: {', '.join(known)}", next=NEXT)
+        raise CheckpointError(
+            f"config.json: {field} has {fault}; known: {', '.join(map(str, known))}", next=NEXT
+        )
     return each
 
 
