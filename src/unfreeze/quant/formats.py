@@ -24,7 +24,8 @@ from unfreeze.quant import (
     nvfp4,
 )
 from unfreeze.quant.codec import Format, Table, Unreadable, as_table, names_in, unknown_fields
-from unfreeze.quant.scheme import Rule, Scheme, not_converted
+from unfreeze.quant.fp8 import Fp8
+from unfreeze.quant.scheme import Modules, Rule, Scheme, not_converted
 
 FORMATS: dict[str, Format] = {
     format.key: format
@@ -62,7 +63,9 @@ def recognise(config: Table) -> Scheme | None:
     """
     try:
         table = _table(config)
-        return None if table is None or modelopt.is_dense(table) else _scheme(table)
+        if table is None or modelopt.is_dense(table):
+            return None
+        return _with_fp4_experts(_scheme(table)) if _has_fp4_experts(config, table) else _scheme(table)
     except Unreadable as error:
         raise ConfigError(
             f"this checkpoint's quantization cannot be read: {error}. Readable:"
@@ -222,6 +225,26 @@ def _method(table: Table) -> str:
 def _adds_layers(table: Table) -> bool:
     """True if a table of quant_method "fp8" also has layers that modelopt quantized."""
     return _method(table) == "fp8" and table.get("quant_algo") == modelopt.MIXED
+
+
+def _has_fp4_experts(config: Table, table: Table) -> bool:
+    """True for DeepSeek-V4's FP8 releases, by the field that transformers reads."""
+    return _method(table) == "fp8" and "fp4" in (config.get("expert_dtype"), table.get("expert_dtype"))
+
+
+def _with_fp4_experts(scheme: Scheme) -> Scheme:
+    """FP8 whose scales are called `scale`, and experts in MXFP4 beside them; compressors are in neither."""
+    rules: list[Rule] = []
+    for rule in scheme.rules:
+        if isinstance(rule.codec, Fp8):
+            rules.append(Rule(mxfp4.Mxfp4(mxfp4.BESIDE, "F8_E8M0"), Modules(patterns=(EXPERT,))))
+            rule = replace(rule, codec=replace(rule.codec, scale="scale"))
+        rules.append(rule)
+    within = scheme.ignore.within | {"compressor", "weights_proj"}
+    return Scheme(tuple(rules), replace(scheme.ignore, within=within))
+
+
+EXPERT = r".*\.experts\.[0-9]+\."
 
 
 def _scheme(table: Table) -> Scheme:

@@ -130,8 +130,7 @@ def _mxfp4(codec: Mxfp4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor
 
     scales = parts[codec.names.scales]
     steps = by_exponents(weight.float().reshape(*scales.shape, GROUP), scales)
-    packed = pack_e2m1(round_to_e2m1(steps))
-    codes = packed if codec.names.blocked else packed.flatten(-2)
+    codes = codec.laid_out(pack_e2m1(round_to_e2m1(steps)))
     return {codec.names.codes: codes, codec.names.scales: scales}, steps.abs().amax(-1) > 7
 
 

@@ -8,7 +8,7 @@ Nothing rounds: two significant binary digits times a power of two. Scale 255 is
 no release has it. compressed-tensors reads it as infinity, and so does this file; transformers as 2 ** 128,
 so that 0.0 and 0.5 times it are finite there.
 
-The same bytes have two layouts on disk (`Mxfp4Names`), and keep theirs in memory.
+The same bytes have three layouts on disk (`Mxfp4Names`), and keep theirs in memory.
 
 Source: the OCP Microscaling specification 1.0; transformers' integrations/mxfp4 (blocks) and
 compressed-tensors' MXFP4PackedCompressor (packed); bit-identical to both in tests/quant/test_mxfp4.py.
@@ -34,6 +34,7 @@ from unfreeze.quant.scaled import (
     by_exponents,
     exponents,
     refuse_weights,
+    torch_name,
 )
 
 if TYPE_CHECKING:
@@ -46,16 +47,22 @@ MAX_EXPONENT = 252  # the largest exponent whose largest value, 6 * 2 ** 125, is
 
 
 class Mxfp4Names(NamedTuple):
-    """name; the suffixes of codes and scales; True if codes are [out, G, 16] instead of [out, in / 2]."""
+    """name; the suffixes of codes and scales; True if codes are [out, G, 16] instead of [out, in / 2].
+
+    dtype: of the codes on disk and in memory, U8 or I8; the same bytes
+    """
 
     name: str
     codes: str
     scales: str
     blocked: bool
+    dtype: str = "U8"
 
 
 PACKED = Mxfp4Names("mxfp4-pack-quantized", "weight_packed", "weight_scale", blocked=False)
 BLOCKS = Mxfp4Names("mxfp4", "blocks", "scales", blocked=True)
+BESIDE = Mxfp4Names("mxfp4", "weight", "scale", blocked=False, dtype="I8")
+"""Experts of DeepSeek-V4's FP8 releases (config.json: expert_dtype fp4)."""
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
@@ -127,9 +134,14 @@ class Mxfp4(Scaled):
         groups = self.groups(in_features)
         width = (groups, GROUP // 2) if self.names.blocked else (in_features // 2,)
         return {
-            self.names.codes: ("U8", (out_features, *width)),
+            self.names.codes: (self.names.dtype, (out_features, *width)),
             self.names.scales: (self.scale_dtype, (out_features, groups)),
         }
+
+    def laid_out(self, packed: Tensor) -> Tensor:
+        """Codes uint8 [..., out, G, 16] in their shape and dtype on disk."""
+        codes = packed if self.names.blocked else packed.flatten(-2)
+        return codes.view(torch_name(self.names.dtype))
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = e2m1[code] * 2 ** (scale - 127) -> bf16 [..., out, in], exact.
@@ -139,7 +151,7 @@ class Mxfp4(Scaled):
         import torch
 
         shape = self.compare(parts)
-        codes, scales = parts[self.names.codes], parts[self.names.scales]
+        codes, scales = parts[self.names.codes].view(torch.uint8), parts[self.names.scales]
         # some groups at a time, which keeps temporaries small
         bytes_G, scales_G = codes.reshape(-1, GROUP // 2), scales.reshape(-1, 1)
         weight = torch.empty(len(scales_G), GROUP, dtype=torch.bfloat16, device=codes.device)
@@ -165,7 +177,7 @@ class Mxfp4(Scaled):
         scales = exponents(grouped.abs().amax(dim=-1), 2, MAX_EXPONENT)
         packed = pack_e2m1(round_to_e2m1(by_exponents(grouped, scales)))
         return {
-            self.names.codes: packed if self.names.blocked else packed.flatten(-2),
+            self.names.codes: self.laid_out(packed),
             self.names.scales: as_exponents(scales, self.scale_dtype),
         }
 

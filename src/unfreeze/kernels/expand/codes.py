@@ -64,7 +64,7 @@ def codes_of(packed: Packed) -> Codes:
             codes.view(torch.uint8).numpy(), scales.view(torch.uint16).numpy(), codec.group_size // 2
         )
     if isinstance(codec, Mxfp4):
-        return Fp4Codes(codes.flatten(2).numpy(), scales.view(torch.uint8).numpy())
+        return Fp4Codes(codes.view(torch.uint8).flatten(2).numpy(), scales.view(torch.uint8).numpy())
     narrow = scales.dtype != torch.float32
     experts, rows, columns = codes.shape
     if isinstance(codec, Fp8):

@@ -31,8 +31,27 @@ class GroupedLinear(Linear):
     adaptable = False
 
     def forward(self, x_TgI: Tensor, reuse: object = None) -> Tensor:
-        weight_gOI = self.matrix().unflatten(0, (self.groups, -1))
-        return (x_TgI.transpose(0, 1) @ weight_gOI.mT).transpose(0, 1)
+        if self.codec is None and self.widened is None:
+            return _grouped(x_TgI, self.weight, self.groups)
+        return _FrozenGrouped.apply(x_TgI, self)
+
+
+def _grouped(x_TgI: Tensor, weight: Tensor, groups: int) -> Tensor:
+    return (x_TgI.transpose(0, 1) @ weight.unflatten(0, (groups, -1)).mT).transpose(0, 1)
+
+
+class _FrozenGrouped(torch.autograd.Function):
+    """The same with a packed or narrower weight, widened in forward and again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TgI: Tensor, linear: GroupedLinear) -> Tensor:
+        ctx.linear = linear
+        return _grouped(x_TgI, linear.matrix(), linear.groups)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TgO: Tensor) -> tuple[Tensor, None]:
+        weight_gOI = ctx.linear.matrix().unflatten(0, (ctx.linear.groups, -1))
+        return (dy_TgO.transpose(0, 1) @ weight_gOI).transpose(0, 1), None
 
 
 class PositionBias(nn.Module):
