@@ -30,6 +30,7 @@ PROVED = {  # model_type -> formats, each by the test of this folder that compar
     "qwen3_moe": ("FP8", "AWQ", "GPTQ"),
     "deepseek_v3": ("FP8", "INT4"),
     "deepseek_v32": ("FP8",),
+    "deepseek_v4": ("FP8", "MXFP4"),
     "glm_moe_dsa": ("FP8", "NVFP4"),
     "mimo_v2_flash": ("FP8",),
     "kimi_k2": ("INT4",),

@@ -40,7 +40,7 @@ class Fp8(Scaled):
 
     block        rows and columns that share one scale
     scale_dtype  dtype of the scales, in the files and in memory alike
-    scale        their last name part: weight_scale_inv, weight_scale (compressed-tensors), scale (DeepSeek-V4)
+    scale        last part of their names: weight_scale_inv; weight_scale (compressed-tensors); scale (DeepSeek)
     """
 
     kind: ClassVar[Kind] = Kind(
