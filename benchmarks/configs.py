@@ -233,12 +233,8 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
             small[name] = "".join(kinds) if isinstance(text[name], str) else kinds
             small["num_hidden_layers"] = len(kinds)
     if text.get("compress_ratios"):  # DeepSeek-V4: one key, a layer of each kind, a choice by the token
-        small |= {
-            "num_key_value_heads": 1,
-            "compress_ratios": [4, 128, 0],
-            "num_hash_layers": 1,
-            "index_topk": 2,
-        }
+        small |= {"num_key_value_heads": 1, "compress_ratios": [4, 128, 0], "num_hash_layers": 1}
+        small |= {"index_topk": 2, "o_groups": 2, "o_lora_rank": 24}
     if text.get("mamba_d_head"):
         small["mamba_d_head"] = text.get("mamba_expand", 2) * SIZES["hidden_size"] // SIZES["mamba_n_heads"]
     # releases begin with several layers of the first kind: three layers would have no other

@@ -40,7 +40,7 @@ class Fp8(Scaled):
 
     block        rows and columns that share one scale
     scale_dtype  dtype of the scales, in the files and in memory alike
-    scale        last part of their names: weight_scale_inv; weight_scale (compressed-tensors); scale (DeepSeek)
+    scale        the last part of their names: weight_scale_inv, weight_scale or, in DeepSeek-V4, scale
     """
 
     kind: ClassVar[Kind] = Kind(
