@@ -124,7 +124,6 @@ FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("hc_mult", "hc_sinkhorn_iters"), Whole(1, 1000)),
     **dict.fromkeys(("o_groups", "o_lora_rank"), Whole(1, WIDTH)),
     **dict.fromkeys(("compress_rate_csa", "compress_rate_hca"), Whole(1, WIDTH)),
-    "compress_ratios": Of(list, "a list with an entry per layer: 0, 4 or 128"),
     "compress_rates": Of(dict, "an object"),
     "compress_rope_theta": Number(1),
     "hc_eps": Number(0, closed=True),

@@ -116,7 +116,7 @@ def hashed_layers(config: Config) -> frozenset[int]:
 
 def _known(declared: Any, count: int, field: str, known: tuple[Any, ...]) -> tuple[Any, ...]:
     """The first `count` entries, all of them known. Releases have one more, for the prediction head."""
-    each = tuple(declared)[:count]
+    each = tuple(declared)[:count] if isinstance(declared, (list, tuple)) else ()
     wrong = next((kind for kind in each if kind not in known), None)
     if wrong is not None or len(each) < count:
         fault = f"an entry {shown(wrong)}" if wrong is not None else f"{len(each)} entries for {count} layers"
