@@ -41,7 +41,7 @@ def attention(shape: Shape, index: int, make: Factory) -> CompressedAttention:
 
 
 def compressor(shape: Shape, kind: str, name: str, make: Factory) -> Compressor | None:
-    """What makes a layer's entries; compressed sparse attention has an indexer that chooses among them."""
+    """The part that makes a layer's entries, with an indexer where it chooses among them."""
     from unfreeze.models.blocks.compressed import Compressor, EntryIndexer, PositionBias
 
     if kind not in (COMPRESSED, HEAVY):

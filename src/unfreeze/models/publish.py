@@ -104,7 +104,7 @@ def stored_dtypes(model: Decoder, manifest: Manifest) -> dict[str, torch.dtype]:
 
 
 def _names(model: Decoder, manifest: Manifest) -> Iterator[tuple[list[str], list[str]]]:
-    """Of each parameter: its names as `published` writes them, and as the checkpoint has them."""
+    """Yield each parameter's names as `published` writes them, and as the checkpoint has them."""
     disk, rules = manifest.by_model_name(), models.rules(model.shape)
     for param, tensor in model.state_dict().items():
         written = [source.name for source in tensor_sources(param, tensor.shape, rules)]

@@ -109,7 +109,7 @@ class StepPass:
         return e_Sd
 
     def tables_of_entries(self, name: str, rate: int) -> Tables:
-        """Those of a token's window: tables that only change with it (models/blocks/rope.py: Stepped)."""
+        """Rotary tables at the first position of each token's window (models/blocks/rope.py: Stepped)."""
         return self.tables(f"{name} every {rate}")
 
     def remember_entries(self, layer: int, rate: int, k_Sd: Tensor, *entries: Tensor) -> tuple[Tensor, ...]:

@@ -141,7 +141,7 @@ def rates(config: Config) -> dict[str, int]:
 
 
 def rotary_tables(config: Mapping[str, Any]) -> tuple[Rope, dict[str, Rope]]:
-    """(that of layers with a window alone, the others by name).
+    """The table of layers with a window alone, and the others by name.
 
     "compress" has a base of its own and is the only one that a yarn table scales; cos and sin never grow.
     "compress every m" is the same at the first position of each window of m tokens.
