@@ -33,7 +33,7 @@ def train_indexers(model: Decoder) -> None:
     own = indexers(model)
     if not own:
         raise ConfigError(
-            f"training.indexer is trained, but a {model.shape.family} model has no indexer",
+            f"training.indexer is trained, but a {model.shape.family} model has no indexer that can train",
             next="remove training.indexer",
         )
     for indexer in own.values():

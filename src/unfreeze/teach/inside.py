@@ -97,7 +97,7 @@ class Inside:
         if self.relations:
             terms.append(Relations(self.relations, pairs, self._heads(model, teacher, pairs)))
         if self.hidden:
-            projections = attach_projections(model, teacher.shape.hidden_size, pairs, self.seed)
+            projections = attach_projections(model, teacher.shape.stream_size, pairs, self.seed)
             terms.append(Hidden(self.hidden, pairs, projections, self.apart))
         return terms
 
@@ -112,7 +112,7 @@ class Inside:
         from unfreeze.kernels.attention.relations import block_bytes
         from unfreeze.models.widths import tap_width
 
-        pairs, D, E = self._pairs(model, teacher), model.shape.hidden_size, teacher.shape.hidden_size
+        pairs, D, E = self._pairs(model, teacher), model.shape.stream_size, teacher.shape.stream_size
         own = their = block = trained = 0
         if self.relations:
             heads = self._heads(model, teacher, pairs)
@@ -179,11 +179,11 @@ def attach_projections(model: Decoder, width: int, pairs: tuple[Pair, ...], seed
     projections = nn.ModuleDict()
     for pair in pairs:
         projection = Projection(
-            model.shape.hidden_size, width, bias=False, device="meta", dtype=torch.float32
+            model.shape.stream_size, width, bias=False, device="meta", dtype=torch.float32
         )
         projection = projection.to_empty(device="cpu")  # skip the default initialisation
         with torch.no_grad():
-            if width == model.shape.hidden_size:
+            if width == model.shape.stream_size:
                 nn.init.eye_(projection.weight)
             else:
                 drawn = torch.Generator().manual_seed(seed + pair.student)

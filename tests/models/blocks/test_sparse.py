@@ -151,7 +151,7 @@ def test_the_indexer_is_frozen_and_no_target_but_its_own_name_reaches_it():
 
 def test_a_model_without_an_indexer_says_so():
     model = ours(oracle("deepseek-v3"), CASES["deepseek-v3"])
-    with pytest.raises(ConfigError, match="a deepseek_v3 model has no indexer"):
+    with pytest.raises(ConfigError, match="a deepseek_v3 model has no indexer that can train"):
         train_indexers(model)
     with pytest.raises(AdapterError, match="'indexer' matches nothing"):
         attach(model, LoraConfig(rank=2, targets=("indexer",)), seed=0)
