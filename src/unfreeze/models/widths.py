@@ -24,8 +24,8 @@ def tap_width(model: Decoder, tap: Tap) -> int:
         parts = enumerate((other.attention for other in model.layers), 1)
         have = [str(number) for number, part in parts if isinstance(part, (Attending, MLA))]
         raise ConfigError(
-            f"layer {tap.layer + 1} of this {model.shape.family} model has no queries, keys and values per head"
-            f" to compare; layers that have: {', '.join(have) or 'none'}",
+            f"layer {tap.layer + 1} of this {model.shape.family} model has no queries, keys and values per"
+            f" head to compare; layers that have: {', '.join(have) or 'none'}",
             next="name such layers (--distillation.layers), or compare hidden states (--distillation.hidden)",
         )
     heads = sizes.heads if tap.name in ("q", "q_plain") else sizes.key_heads
