@@ -19,6 +19,7 @@ from unfreeze.core.devices import not_built
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.core.layout import RESIDENT, Layout
 from unfreeze.kernels import cards
+from unfreeze.models.blocks.routers import HashRouter
 from unfreeze.parallel.placement.peers import FromPeers
 from unfreeze.parallel.placement.place import place
 from unfreeze.parallel.placement.residency import Streaming, Together
@@ -81,6 +82,7 @@ def open_model(
         streaming=streaming,
         peers=peers,
     )
+    _check_tables(model)
     streams = [each.residency for each in (streaming, peers) if each and each.residency]
     if streams:
         model.residency = streams[0] if len(streams) == 1 else Together(*streams)
@@ -121,9 +123,17 @@ def open_sharded(
     stats, sharded = place_sharded(
         model, manifest, models.rules(shape), group, device=device, dtype=dtype, progress=progress, **options
     )
+    _check_tables(model)
     if loaded is not None:
         loaded(stats)
     return model, sharded
+
+
+def _check_tables(model: models.Decoder) -> None:
+    """Raise CheckpointError for a table of experts by tokens that names one that is not there."""
+    for name, module in model.named_modules():
+        if isinstance(module, HashRouter):
+            module.check_table(name)
 
 
 def dtype_of(name: str) -> torch.dtype:

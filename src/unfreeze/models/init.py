@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.models.blocks.norm import LayerNorm, RMSNorm
+from unfreeze.models.blocks.routers import HashRouter
 from unfreeze.models.decoder import Decoder
 
 
@@ -35,6 +36,9 @@ def initialize(model: Decoder, seed: int, put: Callable[[str, Tensor], None] | N
                 parameter = module.get_parameter(part)
                 done.add(id(parameter))
                 parameter.copy_(drawn) if put is None else put(f"{path}.{part}", drawn)
+        for router in model.modules():
+            if isinstance(router, HashRouter):
+                router.draw_table(generator)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 nn.init.ones_(buffer)

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.checkpoint import open_checkpoint
+from unfreeze.core.errors import CheckpointError
 from unfreeze.generate.open import open_model
 from unfreeze.models import decoder
 from unfreeze.models.publish import published
@@ -174,3 +175,31 @@ def test_three_spellings_of_its_names_are_read(spelling, tmp_path):
         assert (
             again(torch.tensor(DOCUMENTS[2:])).logits - reference(torch.tensor(DOCUMENTS[2:])).logits
         ).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_table_of_experts_is_read_in_32_bits_and_refused_where_it_names_one_that_is_not_there(
+    dtype, tmp_path
+):
+    oracle(NAME).save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.2.ffn.gate.tid2eid"
+    tensors = load_file(file)
+    wanted = tensors[name].clone()
+    for wrong in (None, -1, 8):
+        tensors[name] = wanted.to(dtype).clone()
+        if wrong is not None:
+            tensors[name][5, 1] = wrong
+        save_file(tensors, file)
+        if wrong is None:
+            model = open_model(open_checkpoint(tmp_path))
+            assert torch.equal(model.layers[2].mlp.gate.tid2eid, wanted)
+            continue
+        with pytest.raises(CheckpointError, match=f"names expert {wrong}; the experts are 0 to 7"):
+            open_model(open_checkpoint(tmp_path))
+
+
+def test_a_new_model_names_different_experts_for_each_token():
+    model = models.build(made().shape, dtype=torch.float32, device="cpu")
+    models.initialize(model, seed=0)
+    table = model.layers[0].mlp.gate.tid2eid
+    assert (table[:, 0] != table[:, 1]).all() and table.unique().tolist() == list(range(8))

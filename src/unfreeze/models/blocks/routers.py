@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unfreeze.core.errors import CheckpointError
 from unfreeze.kernels.decode_step.experts import LOGITS, SIGMOID, SOFTMAX
 from unfreeze.kernels.decode_step.mixture import Choice, Routed, route
 from unfreeze.kernels.decode_step.program import Row
@@ -192,6 +193,21 @@ class HashRouter(Router):
         """Allocate the table, which comes from the checkpoint and is never trained."""
         empty = torch.zeros(vocab_size, self.top_k, dtype=torch.int64, device=self.weight.device)
         self.register_buffer("tid2eid", empty)
+
+    def draw_table(self, generator: torch.Generator) -> None:
+        """Name K different experts for each token at random, for a model without files."""
+        drawn_VE = torch.rand(len(self.tid2eid), len(self.weight), generator=generator)
+        self.tid2eid.copy_(drawn_VE.topk(self.top_k, dim=1).indices)
+
+    def check_table(self, name: str) -> None:
+        """Raise CheckpointError if the table names an expert that is not there."""
+        low, high = int(self.tid2eid.min()), int(self.tid2eid.max())
+        if low < 0 or high >= len(self.weight):
+            raise CheckpointError(
+                f"{name}.tid2eid names expert {low if low < 0 else high}; the experts are 0 to"
+                f" {len(self.weight) - 1}",
+                next="get the file again: the table of experts by tokens is damaged, or of another model",
+            )
 
     def record(self, to: Recording, x: Row) -> Routed:
         raise CannotRecord("a choice by the token")
