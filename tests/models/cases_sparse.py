@@ -81,6 +81,20 @@ CASES = {
         },
     ),
     "deepseek-v4": Case("DeepseekV4", V4, renamed=V4_NAMES),
+    "deepseek-v4-tables-by-name": Case(
+        "DeepseekV4",
+        {
+            **V4,
+            "rope_parameters": {
+                "main": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25},
+                "compress": {
+                    "partial_rotary_factor": 0.25,
+                    **{name: value for name, value in YARN.items() if "mscale" not in name},
+                },
+            },
+        },
+        renamed=V4_NAMES,
+    ),
     "deepseek-v4-all-entries-yarn": Case(
         "DeepseekV4",
         {

@@ -143,7 +143,8 @@ def rates(config: Config) -> dict[str, int]:
 def rotary_tables(config: Mapping[str, Any]) -> tuple[Rope, dict[str, Rope]]:
     """The table of layers with a window alone, and the others by name.
 
-    "compress" has a base of its own and is the only one that a yarn table scales; cos and sin never grow.
+    "compress" has a base of its own and is the only one that a yarn table scales. cos and sin do not grow then,
+    unless a table per kind leaves attention_factor out, as transformers reads it.
     "compress every m" is the same at the first position of each window of m tokens.
     """
     width, nested = _rotary_width(config), config.get("rope_parameters") or {}
@@ -155,7 +156,7 @@ def rotary_tables(config: Mapping[str, Any]) -> tuple[Rope, dict[str, Rope]]:
     compress: Mapping[str, Any] = {**scaling, "rope_theta": config["compress_rope_theta"]}
     if all(isinstance(nested.get(name), Mapping) for name in TABLES):
         main, compress = ({"rope_theta": 10000.0, **nested[name]} for name in TABLES)
-    if (compress.get("rope_type") or compress.get("type")) == "yarn":
+    elif (compress.get("rope_type") or compress.get("type")) == "yarn":
         compress = {"attention_factor": 1.0, **compress}
     positions = {"max_position_embeddings": config["max_position_embeddings"]}
     ropes = [rope_from_config({**positions, "rope_parameters": table}, width) for table in (main, compress)]
