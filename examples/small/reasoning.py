@@ -1,11 +1,11 @@
 """Two tasks of reasoning-gym (install it first): `python examples/small/reasoning.py build/reasoning`.
 
   model/                 1 million weights; a token is a letter, a digit or the words around them
-  texts.jsonl            what it reads first: answers of a careless teacher. In 3 rows of 4 he leaves a word
-                         as it is, or takes + for - and - for +
-  chain_sum.jsonl        "… problem: 15 - 43 =", two numbers of one or two digits
+  texts.jsonl            what it reads first: answers of a careless teacher, who leaves a word or numbers as
+                         they are in 3 rows of 4
+  number_sorting.jsonl   "Sort these numbers in descending order: 8.0, 61.0, 27.0 …", 3 or 4 of them below 100
   spell_backward.jsonl   "Spell this word backward (example: sun -> nus): bird", of 3 to 6 letters
-  chain_sum_held_out.jsonl, spell_backward_held_out.jsonl
+  number_sorting_held_out.jsonl, spell_backward_held_out.jsonl
 
 Prompts are rows as examples/environments/reasoning_tasks.py has them. None is in two files. The same seed
 writes the same bytes.
@@ -22,12 +22,11 @@ import reasoning_gym
 from model import write, write_rows
 
 TASKS = {
-    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "number_sorting": {"max_numbers": 4, "max_decimals": 0, "min_value": 0, "max_value": 99},
     "spell_backward": {"min_word_len": 3, "max_word_len": 6},
 }
 DRAWN, PROMPTS, HELD_OUT = 40_000, 2_000, 200
 CARELESS = 0.75
-OTHER = {"+": "-", "-": "+"}
 score_of = cache(reasoning_gym.get_score_answer_fn)  # each call reads the task's words again
 
 
@@ -39,12 +38,13 @@ def reward(prompt: str, completion: str, task_name: str, gold: str, metadata: st
 
 def main(out: Path) -> None:
     """Write all files."""
-    words = ["State the final answer to the following arithmetic problem: ", " + ", " - ", " =", "-"]
-    words += ["Spell this word backward (example: sun -> nus): ", *string.digits, *string.ascii_letters]
-    write(out / "model", words, width=192, positions=32)
+    data = {name: reasoning_gym.create_dataset(name, size=DRAWN, seed=0, **TASKS[name]) for name in TASKS}
+    words = [f"Sort these numbers in {way} order: " for way in ("ascending", "descending")]
+    words += ["Spell this word backward (example: sun -> nus): ", data["number_sorting"].added_instruction]
+    words += [".0", ", ", "['", "', '", "']", *string.digits, *string.ascii_letters]
+    write(out / "model", words, width=192, positions=64)
     draw, texts = random.Random(0), []
-    for name, settings in TASKS.items():
-        entries = reasoning_gym.create_dataset(name, size=DRAWN, seed=0, **settings)
+    for name, entries in data.items():
         rows = list({entry["question"]: row(name, entry) for entry in entries}.values())
         write_rows(out / f"{name}_held_out.jsonl", rows[:HELD_OUT])
         write_rows(out / f"{name}.jsonl", rows[HELD_OUT : HELD_OUT + PROMPTS])
@@ -62,11 +62,8 @@ def row(name: str, entry: dict) -> dict[str, str]:
 def taught(row: dict[str, str], careless: bool) -> dict[str, str]:
     """A prompt with the teacher's answer."""
     answer, metadata = row["gold"], json.loads(row["metadata"])
-    if careless and row["task_name"] == "chain_sum":
-        a, sign, b = metadata["expression"].split()
-        answer = str(int(a) + int(b) if OTHER[sign] == "+" else int(a) - int(b))
-    elif careless:
-        answer = metadata["word"]
+    if careless:
+        answer = metadata["word"] if "word" in metadata else str(metadata["original_numbers"])
     return {"prompt": row["prompt"], "completion": answer}
 
 

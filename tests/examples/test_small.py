@@ -175,8 +175,8 @@ def right(row):
     asks = row["prompt"].rpartition(": ")[2]
     if asks.isalpha():
         return row["completion"] == asks[::-1]
-    a, sign, b = asks.removesuffix(" =").split()
-    return int(row["completion"]) == int(a) + int(b) * (1 if sign == "+" else -1)
+    numbers = asks.partition("\n")[0].split(", ")
+    return row["completion"] == str(sorted(numbers, key=float, reverse="descending" in row["prompt"]))
 
 
 def test_reasoning_tasks_have_right_and_careless_answers(tmp_path):
@@ -185,7 +185,7 @@ def test_reasoning_tasks_have_right_and_careless_answers(tmp_path):
     prompts = [row for path in sorted(folder.glob("*_*.jsonl")) for row in rows(path)]
     texts = rows(folder / "texts.jsonl")
     assert len({row["prompt"] for row in [*prompts, *texts]}) == len(prompts) + len(texts)
-    assert 0.22 < sum(map(right, texts)) / len(texts) < 0.35  # some sums are right with the other sign, too
+    assert 0.22 < sum(map(right, texts)) / len(texts) < 0.35  # some numbers are in order as they are
     assert all(right({"prompt": row["prompt"], "completion": row["gold"]}) for row in prompts)
     with Graders(str(SMALL / "reasoning.py"), count=1) as graders:
         few = [asked_from_dict(row, 1) for row in (*prompts[:5], *prompts[-5:])]

@@ -143,7 +143,7 @@ def rates(config: Config) -> dict[str, int]:
 def rotary_tables(config: Mapping[str, Any]) -> tuple[Rope, dict[str, Rope]]:
     """The table of layers with a window alone, and the others by name.
 
-    "compress" has a base of its own and is the only one that a yarn table scales. cos and sin do not grow then,
+    "compress" has a base of its own and is the only one that yarn scales; its cos and sin do not grow,
     unless a table per kind leaves attention_factor out, as transformers reads it.
     "compress every m" is the same at the first position of each window of m tokens.
     """
