@@ -22,6 +22,8 @@ __all__ = ["FIELDS", "RULES", "ends", "ignored", "layer", "shape"]
 
 FIELDS = config_json.FIELDS
 shape = config_json.shape
+SCALED_BY = ()
+"""Scalings that --rope-scaling may write: none. In releases, layers with entries are scaled already."""
 
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:

@@ -120,6 +120,11 @@ def _refuse(shape: Shape, longer: Longer) -> None:
             next=f"train within its {shape.max_positions:,} positions, without rope.scaling and rope.factor",
         )
     known = getattr(family, "SCALED_BY", SCALINGS)
+    if not known:
+        raise ConfigError(
+            f"rope.scaling = {longer.scaling} is not built for {shape.model_type}: its layers have several tables",
+            next=f"train within its {shape.max_positions:,} positions, without rope.scaling and rope.factor",
+        )
     if longer.scaling not in known:
         raise ConfigError(
             f"rope.scaling = {longer.scaling} is not built for {shape.model_type}; built: {', '.join(known)}",

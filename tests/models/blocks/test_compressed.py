@@ -23,9 +23,12 @@ from safetensors.torch import load_file, save_file
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.checkpoint import open_checkpoint
-from unfreeze.core.errors import CheckpointError
+from unfreeze.core.errors import AdapterError, CheckpointError, ConfigError
+from unfreeze.core.longer import Longer
 from unfreeze.generate.open import open_model
 from unfreeze.models import decoder
+from unfreeze.models.indexers import train_indexers
+from unfreeze.models.longer import config_for
 from unfreeze.models.publish import published
 
 NAME = "deepseek-v4"
@@ -130,6 +133,14 @@ def test_the_indexer_is_frozen_and_the_grouped_projection_carries_no_adapter():
     )
     names = {site.name for site in attach(model, LoraConfig(rank=2), seed=0)}
     assert any(name.endswith("compressor.gate_proj") for name in names)
+    with pytest.raises(AdapterError, match="'indexer' matches nothing"):
+        attach(made(), LoraConfig(rank=2, targets=("indexer",)), seed=0)
+    with pytest.raises(ConfigError, match="no indexer that can train"):
+        train_indexers(made())
+    with pytest.raises(
+        ConfigError, match="yarn is not built for deepseek_v4: its layers have several tables"
+    ):
+        config_for({**made().shape.config, "model_type": "deepseek_v4"}, Longer("yarn", 4.0))
     assert not any("indexer" in name or name.endswith("o_a_proj") for name in names)
 
 

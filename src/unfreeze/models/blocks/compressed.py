@@ -126,6 +126,8 @@ class EntryIndexer(Compressor):
         super().__init__(**parts)
         self.heads, self.keys = heads, keys
         self.q_b_proj, self.scorer = q_b_proj, Scorer(weights_proj)
+        for linear in (self.kv_proj, self.gate_proj, q_b_proj, weights_proj):
+            linear.adaptable = False
         self.requires_grad_(False)
 
     def index(self, low_rank_TQ: Tensor, x_TD: Tensor, keys: Tensor, run: Pass) -> Index:
