@@ -83,6 +83,8 @@ def shape(config: Mapping[str, Any]) -> Shape:
         raise CheckpointError(
             f"config.json: num_attention_heads {heads:,} is not a multiple of o_groups {groups:,}", next=NEXT
         )
+    if int(config["sliding_window"]) < 1:
+        raise CheckpointError("config.json: sliding_window is 0; a token sees itself at least", next=NEXT)
     hashed_layers(config)  # raises too
     main, named = rotary_tables(config)
     head_dim = int(require(config, "head_dim"))
