@@ -122,7 +122,7 @@ def _refuse(shape: Shape, longer: Longer) -> None:
     known = getattr(family, "SCALED_BY", SCALINGS)
     if not known:
         raise ConfigError(
-            f"rope.scaling = {longer.scaling} is not built for {shape.model_type}: its layers have several tables",
+            f"rope.scaling = {longer.scaling} is not built for {shape.model_type}: it has several tables",
             next=f"train within its {shape.max_positions:,} positions, without rope.scaling and rope.factor",
         )
     if longer.scaling not in known:

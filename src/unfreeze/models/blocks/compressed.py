@@ -204,9 +204,13 @@ class CompressedAttention(Block):
                 new.append(indexer(x_TD, run, f"{self.layer} index"))
         k, e, *keys = run.remember_entries(self.layer, rate, k_Td, *new)
         if indexer is not None and narrower:
-            with torch.no_grad():
-                index = indexer.index(low_TQ, x_TD, keys[0], run)
-                chosen = run.reuse(lambda: run.select_entries(index, indexer.keys, rate))
+
+            def choose() -> Tensor | None:
+                with torch.no_grad():
+                    index = indexer.index(low_TQ, x_TD, keys[0], run)
+                    return run.select_entries(index, indexer.keys, rate)
+
+            chosen = run.reuse(choose)
         return run.attend_entries(q_THd, k, e, self.sinks, scale, self.sizes.window, rate, chosen)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
