@@ -137,9 +137,7 @@ def test_the_indexer_is_frozen_and_the_grouped_projection_carries_no_adapter():
         attach(made(), LoraConfig(rank=2, targets=("indexer",)), seed=0)
     with pytest.raises(ConfigError, match="no indexer that can train"):
         train_indexers(made())
-    with pytest.raises(
-        ConfigError, match="yarn is not built for deepseek_v4: it has several tables"
-    ):
+    with pytest.raises(ConfigError, match="yarn is not built for deepseek_v4: it has several tables"):
         config_for({**made().shape.config, "model_type": "deepseek_v4"}, Longer("yarn", 4.0))
     assert not any("indexer" in name or name.endswith("o_a_proj") for name in names)
 
