@@ -128,18 +128,34 @@ def tensor_sources(
     ]
 
 
-def _one_spelling(
-    stacked: list[tuple[StackRule, dict[str, str], int | None]], disk: Mapping[str, object] | None
-) -> list[tuple[StackRule, dict[str, str], int | None]]:
+Matched = tuple[StackRule, dict[str, str], int | None]
+"""A rule, the fields of a name that it matches, and its half."""
+
+
+def _one_spelling(stacked: list[Matched], disk: Mapping[str, object] | None) -> list[Matched]:
     """Rules of one spelling of the experts' names: the first of which `disk` has a tensor, else the first."""
-    ways: dict[str, list[tuple[StackRule, dict[str, str], int | None]]] = {}
+    ways = _spellings(stacked)
+    there = (way for way in ways if any(_is_there(entry, disk or {}) for entry in way))
+    return next(there, next(iter(ways), []))
+
+
+def _spellings(stacked: list[Matched]) -> list[list[Matched]]:
+    """The rules, apart by how the names begin."""
+    ways: dict[str, list[Matched]] = {}
     for entry in stacked:
         ways.setdefault(entry[0].disk.partition("{expert}")[0], []).append(entry)
-    there = (way for way in ways.values() if any(_first_of([entry]) in (disk or ()) for entry in way))
-    return next(there, next(iter(ways.values()), []))
+    return list(ways.values())
 
 
-def _first_of(stacked: list[tuple[StackRule, dict[str, str], int | None]]) -> str:
+def _is_there(entry: Matched, disk: Mapping[str, object]) -> bool:
+    """True if `disk` has the first expert's tensor of a rule, or the part of one of its halves."""
+    rule, fields, half = entry
+    part = fields.get("part", "")
+    parts = {part, *(part.removeprefix(begin) for begin in HALVES)}
+    return any(_first_of([(rule, fields | {"part": one}, half)]) in disk for one in parts)
+
+
+def _first_of(stacked: list[Matched]) -> str:
     """The name of the first expert's first tensor."""
     rule, fields, _ = stacked[0]
     return rule.disk.format(**fields, expert=0)
@@ -160,16 +176,19 @@ def disk_module(module: str, rules: Sequence[StackRule]) -> str:
 
 
 def disk_modules(module: str, rules: Sequence[StackRule]) -> list[str]:
-    """`disk_module`, then its alternative names: of `StackRule.instead`, and of further whole rules."""
+    """`disk_module`, then its other names: of `StackRule.instead`, of whole rules, in other spellings."""
     param = f"{module}.weight"
     plain = tensor_sources(param, (1, 2), [rule for rule in rules if not rule.instead])
     other = tensor_sources(param, (1, 2), [rule for rule in rules if rule.instead])
-    whole = [
-        rule.disk.format(**match.groupdict())
+    matching = [
+        (rule, match.groupdict(), rule.half)
         for rule in rules
-        if not rule.per_expert and (match := _pattern(rule.param).fullmatch(param))
+        if (match := _pattern(rule.param).fullmatch(param))
     ]
-    names = (plain[0].name, other[0].name, *whole)
+    whole = [rule.disk.format(**fields) for rule, fields, _ in matching if not rule.per_expert]
+    stacked = [entry for entry in matching if entry[0].per_expert and not entry[0].instead]
+    spelled = [_first_of(way) for way in _spellings(stacked)]
+    names = (plain[0].name, other[0].name, *whole, *spelled)
     return list(dict.fromkeys(name.removesuffix(".weight") for name in names))
 
 

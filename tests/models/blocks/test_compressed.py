@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.checkpoint import open_checkpoint
+from unfreeze.checkpoint.keymap import disk_modules
 from unfreeze.core.errors import AdapterError, CheckpointError, ConfigError
 from unfreeze.core.longer import Longer
 from unfreeze.generate.open import open_model
@@ -173,6 +174,9 @@ def test_three_spellings_of_its_names_are_read(spelling, tmp_path):
     else:
         tensors = load_file(tmp_path / "model.safetensors")
         assert "model.layers.1.attn.norm.weight" in tensors
+        rules = models.rules(made().shape)
+        names = disk_modules("model.layers.1.mlp.experts.down_proj", rules)
+        assert {"layers.1.ffn.experts.0.w2", "model.layers.1.ffn.experts.0.w2"} <= {*names}
     if spelling == "in memory":
         tensors = {name: tensor.contiguous() for name, tensor in reference.state_dict().items()}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -212,3 +216,25 @@ def test_a_new_model_names_different_experts_for_each_token():
     models.initialize(model, seed=0)
     table = model.layers[0].mlp.gate.tid2eid
     assert (table[:, 0] != table[:, 1]).all() and table.unique().tolist() == list(range(8))
+
+
+def test_matrices_of_experts_are_held_as_stored_in_the_spelling_of_transformers(tmp_path):
+    """bf16 under float32, as a packed format is found by the same names."""
+    oracle(NAME).bfloat16().save_pretrained(tmp_path)
+    model = open_model(open_checkpoint(tmp_path), as_stored=True)
+    for matrix in (model.layers[1].mlp.experts.gate_up_proj, model.layers[1].self_attn.o_a_proj):
+        assert matrix.weight.dtype == torch.bfloat16
+    assert torch.isfinite(model.hidden(batch_of(DOCUMENTS))).all()
+
+
+def test_two_shares_of_a_head_that_rotate_are_refused():
+    config = made().shape.config
+    tables = {
+        name: {**config["rope_parameters"][name], "partial_rotary_factor": 0.5}
+        for name in ("main", "compress")
+    }
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor is 0\.25, and 0\.5 in rope_parameters"):
+        models.shape({**config, "rope_parameters": tables})
+    assert models.shape(
+        {**config, "rope_parameters": tables, "partial_rotary_factor": 0.5, "qk_rope_head_dim": 16}
+    )

@@ -171,6 +171,12 @@ def rotary_tables(config: Mapping[str, Any]) -> tuple[Rope, dict[str, Rope]]:
 def _rotary_width(config: Mapping[str, Any]) -> int:
     """Elements of a head that rotate. Raises CheckpointError unless even, and no wider than the indexer."""
     head_dim, factor = int(config["head_dim"]), config.get("partial_rotary_factor")
+    nested = [table for table in (config.get("rope_parameters") or {}).values() if isinstance(table, Mapping)]
+    others = {table["partial_rotary_factor"] for table in nested if "partial_rotary_factor" in table}
+    factor = others.pop() if factor is None and len(others) == 1 else factor
+    if others - {factor}:
+        both = f"{shown(factor)}, and {shown(min(others - {factor}))} in rope_parameters"
+        raise CheckpointError(f"config.json: partial_rotary_factor is {both}", next=NEXT)
     width = int(config.get("qk_rope_head_dim") or 64)
     if factor is not None:
         width = int(head_dim * float(factor))
