@@ -117,6 +117,12 @@ def _unmatched(target: str, known: Sequence[TargetCandidate], model: nn.Module) 
             f"lora.targets: {target!r} matches nothing: this model has {groups}",
             next="--lora.targets all-linear",
         )
+    bare = [name for name, part in model.named_modules() if isinstance(part, Linear) and not part.adaptable]
+    if any(_names(target, name) for name in bare):
+        return AdapterError(
+            f"lora.targets: {target!r} names layers that can carry no adapter here, such as {bare[0]}",
+            next="--lora.targets all-linear",
+        )
     if any(_names(target, name) for name, _ in model.named_modules()):
         return AdapterError(
             f"lora.targets: {target!r} names no linear layer; norms, embeddings and the router carry no"

@@ -37,12 +37,18 @@ def clamped(gate, up):
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
+def limited(gate, up):
+    gate, up = torch.clamp(gate, max=1.0), torch.clamp(up, -1.0, 1.0)
+    return up * gate * torch.sigmoid(gate)
+
+
 FORMS = {  # name -> (the activation, its formula)
     "silu": (SWIGLU, silu),
     "silu, interleaved": (SwiGLU(interleaved=True), silu),
     "gelu": (GeGLU(), gelu),
     "gelu, interleaved": (GeGLU(interleaved=True), gelu),
     "clamped": (ClampedSwiGLU(limit=1.0), clamped),
+    "clamped, adds nothing": (ClampedSwiGLU(alpha=1.0, limit=1.0, added=0.0), limited),
     "clamped, interleaved": (ClampedSwiGLU(interleaved=True, limit=1.0), clamped),
 }
 

@@ -136,6 +136,9 @@ def test_the_indexer_is_frozen_and_the_grouped_projection_carries_no_adapter():
     assert any(name.endswith("compressor.gate_proj") for name in names)
     with pytest.raises(AdapterError, match="'indexer' matches nothing"):
         attach(made(), LoraConfig(rank=2, targets=("indexer",)), seed=0)
+    for target in ("o_a_proj", "*.indexer.q_b_proj"):
+        with pytest.raises(AdapterError, match="names layers that can carry no adapter here"):
+            attach(made(), LoraConfig(rank=2, targets=(target,)), seed=0)
     with pytest.raises(ConfigError, match="no indexer that can train"):
         train_indexers(made())
     with pytest.raises(ConfigError, match="yarn is not built for deepseek_v4: it has several tables"):

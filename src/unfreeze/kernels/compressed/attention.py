@@ -53,13 +53,6 @@ def attend(
     return _Attend.apply(q_THd, k_Td, e_Ed, sinks_H, chosen_TK, _Sees(scale, window, entries), reuse)
 
 
-def attend_bytes(heads: int, width: int, length: int, window: int, rate: int) -> int:
-    """Bytes of a block's workspace in backward, for documents of `length`."""
-    keys = min(length, QUERIES + window) + length // rate
-    few = _heads_at_once(heads, min(QUERIES, length), keys)
-    return 4 * (min(QUERIES, length) * few * (3 * keys + 5 * width) + 3 * keys * width)
-
-
 @torch.no_grad()
 def select(index: Index, entries: Entries, keys: int) -> Tensor:
     """The places among its document's entries that each token sees, int32 [T, K]; -1 where it has fewer.
@@ -216,11 +209,7 @@ def _complete(begin: int, end: int, rate: int, device: torch.device) -> Tensor:
     return ((torch.arange(begin, end, device=device) + 1) // rate)[:, None]
 
 
-def _heads_at_once(heads: int, queries: int, keys: int) -> int:
-    return max(1, min(heads, SCORE_BYTES // (4 * queries * keys)))
-
-
 def _heads(heads: int, queries: int, keys: int) -> Iterator[slice]:
     """Heads whose scores for a block fit in SCORE_BYTES; at least one."""
-    each = _heads_at_once(heads, queries, keys)
+    each = max(1, min(heads, SCORE_BYTES // (4 * queries * keys)))
     return (slice(first, min(first + each, heads)) for first in range(0, heads, each))
