@@ -17,6 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.checkpoint import open_checkpoint
+from unfreeze.compress.work import KIMI
 from unfreeze.generate.open import open_model
 from unfreeze.models.publish import published
 from unfreeze.quant.fp8 import Fp8
@@ -109,3 +110,17 @@ def test_the_config_alone_says_the_same(release):
     differ = {name for name in kinds[0] if kinds[0][name] != kinds[1][name]}
     assert differ <= {"lm_head"}
     assert sum(t.nbytes for t in load_file(folder / "model.safetensors").values()) > 0
+
+
+def test_a_width_that_no_group_divides_leaves_down_proj_alone_unpacked():
+    """As `merge --to int4` writes experts of width 48: gate and up packed in groups of 32, down in bf16."""
+    config = transformers.DeepseekV4Config(**{**SMALL, **NO_IDS, **copy.deepcopy(V4)}).to_dict()
+    shape = models.shape(config)
+    packed = models.build(
+        shape,
+        dtype=torch.bfloat16,
+        codec_for=lambda module: KIMI if module.endswith(".experts.gate_up_proj") else None,
+    )
+    experts = packed.layers[1].mlp.experts
+    assert experts.gate_up_proj.codec is not None and experts.down_proj.codec is None
+    assert experts.down_proj.weight.shape == (8, 64, 48)

@@ -151,17 +151,13 @@ class Factory:
     ) -> Experts:
         gate_up, down_proj = (f"{name}.{projection}" for projection in (kind.first, "down_proj"))
         codec, down = self.codec_for(gate_up), self.codec_for(down_proj)
-        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "held": self.held_for(gate_up)}
-        experts = kind(
-            num_experts, hidden_size, intermediate_size, codec=codec, activation=activation, **options
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        # a width may be no multiple of a format's group, and then down_proj alone is not packed
+        other = ExpertWeight(
+            num_experts, intermediate_size, hidden_size, codec=down, held=self.held_for(down_proj), **options
         )
-        held = self.held_for(down_proj)
-        if (down, held) != (codec, options["held"]):
-            options["held"] = held
-            experts.down_proj = ExpertWeight(
-                num_experts, intermediate_size, hidden_size, codec=down, **options
-            )
-        return experts
+        options |= {"codec": codec, "held": self.held_for(gate_up), "down": other}
+        return kind(num_experts, hidden_size, intermediate_size, activation=activation, **options)
 
     def experts_of(self, shape: Shape, name: str, **parts: Any) -> Experts:
         """Routed experts of the MoE layer `name`, with the model's sizes; `parts` as in `experts`."""

@@ -156,6 +156,11 @@ def test_experts_that_cannot_stream_are_one_line(here, said):
 def test_where_every_weight_trains_they_are_whole_or_divided_and_nothing_leaves_the_device():
     every = facts(False, 2, every_weight=True)
     assert layouts(WISH, every) == [at("device"), at("device", weights="sharded")]
+    some = replace(every, frozen=True)  # DeepSeek-V4's indexers
+    assert layouts(WISH, some) == [at("device")]
+    with pytest.raises(ConfigError, match="this model's indexer stays frozen") as caught:
+        layouts(Layout(weights="sharded"), some)
+    assert caught.value.next == "--place.weights auto"
     for name in ("experts", "boundary", "optimizer", "adapters"):
         with pytest.raises(ConfigError, match=f"place.{name} is host, but every weight trains") as caught:
             layouts(Layout(**{name: "host"}), every)

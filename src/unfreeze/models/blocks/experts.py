@@ -105,7 +105,7 @@ class Experts(nn.Module):
     on the output dimension: gate first, or interleaved row by row. `adapter.factors()` returns the low-rank
     factors of every expert (see kernels/expert_mlp). `dispatch`: set if other processes hold some of the E
     experts (parallel/placement/dispatch.py). Dimension 0 of the tensors then counts the experts held here;
-    ids still count all E.
+    ids still count all E. down: down_proj, if its format is not that of gate_up_proj.
     """
 
     adaptable = True
@@ -122,6 +122,7 @@ class Experts(nn.Module):
         device: torch.device | str,
         activation: Activation = SWIGLU,
         held: torch.dtype | None = None,
+        down: ExpertWeight | None = None,
     ):
         super().__init__()
         self.num_experts, self.activation = num_experts, activation
@@ -135,7 +136,7 @@ class Experts(nn.Module):
         if codec is not None and self.before > 1 and not activation.interleaved:  # on disk it is one matrix
             both = stacked(codec, 2 * intermediate_size, hidden_size)
         setattr(self, self.first, weight(hidden_size, self.before * intermediate_size, both))
-        self.down_proj = weight(intermediate_size, hidden_size, codec)
+        self.down_proj = weight(intermediate_size, hidden_size, codec) if down is None else down
         self.adapter: ExpertAdapter | None = None
         self.dispatch: Dispatch | None = None
         self.impl = "auto"
@@ -289,6 +290,7 @@ class BiasedExperts(Experts):
         device: torch.device | str,
         activation: Activation = SWIGLU,
         held: torch.dtype | None = None,
+        down: ExpertWeight | None = None,
     ):
         super().__init__(
             num_experts,
@@ -299,6 +301,7 @@ class BiasedExperts(Experts):
             device=device,
             activation=activation,
             held=held,
+            down=down,
         )
 
         def bias(width: int) -> nn.Parameter:

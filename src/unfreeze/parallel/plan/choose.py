@@ -444,6 +444,7 @@ def facts_of(fleet: Fleet, counts: Counts, *, every_weight: bool) -> Facts:
         more=MANY,
         host=fleet.host > 0,
         unbuilt=True,
+        frozen=counts.frozen,
     )
 
 

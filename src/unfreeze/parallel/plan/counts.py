@@ -12,6 +12,7 @@ from torch import nn
 from unfreeze.core.torch_types import named_modules
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.attention import Attending
+from unfreeze.models.blocks.compressed import CompressedAttention, EntryIndexer
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.mla import MLA
@@ -60,6 +61,7 @@ class Counts:
     attention   2 · H · (query + value width), summed over layers: FLOP per pair of tokens, scores and
                 sums
     windows     (window, its part of `attention`); None: a token sees its whole document. (): all of them
+    frozen      True if some weights stay frozen where every weight trains
     """
 
     hidden_size: int
@@ -83,6 +85,7 @@ class Counts:
     widths: Widths = Widths()
     latent: int = 0
     matrices: int = 3
+    frozen: bool = False
 
     def pairs(self, length: float) -> float:
         """Attention's FLOP of one token in a document of `length`, which sees half of it, or of its window.
@@ -155,17 +158,25 @@ def counts(model: Decoder) -> Counts:
         widths=_widths(model),
         latent=shape.moe.latent if shape.moe else 0,
         matrices=shape.moe.matrices if shape.moe else 3,
+        frozen=stays_frozen(model),
     )
+
+
+def stays_frozen(model: Decoder) -> bool:
+    """True if weights stay frozen where every weight trains: DeepSeek-V4's indexers, which cannot train."""
+    return any(isinstance(module, EntryIndexer) for module in model.modules())
 
 
 def _windows(model: Decoder, of_layer: int) -> tuple[tuple[int | None, int], ...]:
     """Return (window, FLOP per pair of the layers with it). of_layer: of one layer with attention."""
     by_window: dict[int | None, int] = {}
     for layer in model.layers:
-        attending = [module for module in layer.modules() if isinstance(module, (Attending, MLA))]
+        attending = [
+            module for module in layer.modules() if isinstance(module, (Attending, MLA, CompressedAttention))
+        ]
         if not attending:
             continue
-        window = attending[0].mask.window if isinstance(attending[0], Attending) else None
+        window = None if isinstance(attending[0], MLA) else attending[0].mask.window
         by_window[window] = by_window.get(window, 0) + of_layer
     return tuple(by_window.items())
 

@@ -24,6 +24,7 @@ class Facts:
     processes     one per device
     num_experts   per layer; 0: it has none
     every_weight  True if every weight trains, not adapters
+    frozen        True if some weights stay frozen even then
     splits        how many processes may share one set of experts, if "auto" leaves that open
     files         True if there are weights on disk to stream
     model         its path, for messages
@@ -42,6 +43,7 @@ class Facts:
     more: str = "torchrun --nproc-per-node 2, or "
     host: bool = True
     unbuilt: bool = False
+    frozen: bool = False
 
 
 def layouts(wish: Layout, facts: Facts) -> list[Layout]:
@@ -181,12 +183,14 @@ def _weights(wish: Layout, facts: Facts) -> list[str]:
     fault = ""
     if not facts.every_weight:
         fault = "adapters are trained, and only trained weights can be sharded"
+    elif facts.frozen:
+        fault = "this model's indexer stays frozen, and only trained weights can be sharded"
     elif facts.processes == 1:
         fault = "there is one process"
     if not fault:
         return ["device", "sharded"] if wish.weights == "auto" else [wish.weights]
     if wish.weights == "sharded":
-        remedy = facts.more if facts.every_weight else ""
+        remedy = facts.more if facts.every_weight and not facts.frozen else ""
         raise ConfigError(f"place.weights is sharded, but {fault}", next=f"{remedy}--place.weights auto")
     return ["device"]
 
