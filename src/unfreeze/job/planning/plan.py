@@ -83,7 +83,7 @@ class Planning:
             ),
             files=bool(self.start.tensors),
             model=str(self.start.path),
-            frozen=self.model.counts.frozen,
+            frozen=self.trained.lora is None and self.model.counts.frozen,
         )
         return layouts(self.config.place, facts)
 
