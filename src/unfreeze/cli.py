@@ -72,6 +72,7 @@ SHIP = {
     ),
     "merge": Command("unfreeze.commands.merge", "merge RUN --to bf16", "base and adapter as one checkpoint"),
 }
+MAKE: dict[str, Command] = {}
 DEV = {
     "bench": Command(
         "unfreeze.commands.bench", "bench NAME", "compare with other libraries, from a clone: moe dense …"
@@ -86,16 +87,16 @@ DEV = {
     ),
     "drill": Command("unfreeze.drill", "drill", "plant every known fault and show how it is reported"),
 }
-HEADINGS = {"Train": TRAIN, "Look": LOOK, "Ship": SHIP}
-COMMANDS = {**TRAIN, **LOOK, **SHIP, **DEV}
+HEADINGS = {"Make": MAKE, "Train": TRAIN, "Look": LOOK, "Ship": SHIP}
+COMMANDS = {**MAKE, **TRAIN, **LOOK, **SHIP, **DEV}
 SWEPT = ("sft", "distill", "prefer", "grpo", "pretrain")  # commands with `--sweep FIELD=A,B`
 FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback", "--plan": "plan"}
 
 
 def usage() -> str:
-    """Text of `unfreeze --help`: at most 28 lines of 80 columns."""
+    """Text of `unfreeze --help`: at most 34 lines of 80 columns."""
     lines = ["unfreeze trains open-weight language models in the format they came in."]
-    for heading, commands in HEADINGS.items():
+    for heading, commands in ((heading, commands) for heading, commands in HEADINGS.items() if commands):
         lines += ["", heading, *_listed(commands, "unfreeze")]
     return "\n".join([*lines, f"Flags: unfreeze COMMAND --help   unfreeze dev: {', '.join(DEV)}"])
 
