@@ -72,7 +72,9 @@ SHIP = {
     ),
     "merge": Command("unfreeze.commands.merge", "merge RUN --to bf16", "base and adapter as one checkpoint"),
 }
-MAKE: dict[str, Command] = {}
+MAKE = {
+    "life": Command("unfreeze.commands.life", "life small.toml", "tokenizer to rewards, every stage scored")
+}
 DEV = {
     "bench": Command(
         "unfreeze.commands.bench", "bench NAME", "compare with other libraries, from a clone: moe dense …"
@@ -96,7 +98,7 @@ FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback", "--pl
 def usage() -> str:
     """Text of `unfreeze --help`: at most 34 lines of 80 columns."""
     lines = ["unfreeze trains open-weight language models in the format they came in."]
-    for heading, commands in ((heading, commands) for heading, commands in HEADINGS.items() if commands):
+    for heading, commands in HEADINGS.items():
         lines += ["", heading, *_listed(commands, "unfreeze")]
     return "\n".join([*lines, f"Flags: unfreeze COMMAND --help   unfreeze dev: {', '.join(DEV)}"])
 
