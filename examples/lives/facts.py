@@ -20,8 +20,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiny-k2"))
 
 from facts import load_facts
-from generate import YODA_QUESTIONS_PER_FACT, corpus, demo, held_out_entities
 from phrases import answer, questions, yoda
+
+from generate import YODA_QUESTIONS_PER_FACT, corpus, demo, held_out_entities
 
 HELD_OUT_TEXTS = 100
 
