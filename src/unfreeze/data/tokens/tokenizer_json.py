@@ -41,6 +41,7 @@ class TokenizerJson:
             id for id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
         self._added = frozenset(self._backend.get_added_tokens_decoder())
+        self._bytes: dict[int, bytes | None] = {}
         self._lock = threading.Lock()
         with_post, without = (
             self._backend.encode("a").ids,
@@ -113,12 +114,11 @@ class TokenizerJson:
 
     def bytes_of(self, id: int) -> bytes | None:
         """Return the bytes of a token; None if the vocabulary is not one of bytes."""
-        text = self.token_text(id)
-        if id in self._added:
-            return text.encode()
-        if not isinstance(self._backend.decoder, decoders.ByteLevel):
-            return None
-        return spelled_bytes(text)
+        if id not in self._bytes:
+            text = self.token_text(id)
+            spelled = isinstance(self._backend.decoder, decoders.ByteLevel)
+            self._bytes[id] = text.encode() if id in self._added else spelled_bytes(text) if spelled else None
+        return self._bytes[id]
 
 
 class TokenizerJsonStream:
