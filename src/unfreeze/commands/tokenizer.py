@@ -139,8 +139,8 @@ def train(config: Config, common: Common) -> dict[str, Any]:
     }
     import tokenizers
 
-    made = {"seed": config.seed, "held_out_share": config.held_out, "tokenizers": tokenizers.__version__}
-    texts = result.files({**facts, **made})
+    record = {"seed": config.seed, "held_out_share": config.held_out, "tokenizers": tokenizers.__version__}
+    texts = result.files({**facts, **record})
     with writing(out, "out"):
         write_folder(out, texts, KIND)
     digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()
@@ -160,7 +160,8 @@ def _print_trained(facts: dict[str, Any], config: Config, console: Console) -> N
         style="bold",
     )
     if facts["bad_rows"]:
-        say(f"warning: {facts['bad_rows']} bad rows were skipped")
+        several = facts["bad_rows"] > 1
+        say(f"warning: {facts['bad_rows']} bad row{'s were' if several else ' was'} skipped")
     if facts["held_out"]:
         say("held out     documents     bytes per token")
     else:

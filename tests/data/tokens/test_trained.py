@@ -355,6 +355,13 @@ def test_a_vocabulary_of_bytes_alone_is_one(tmp_path):
     assert result.merges == 0 and result.sizes == {"base": 256, "total": 265, "padded": 320}
 
 
+def test_a_pair_that_occurs_once_is_not_merged(tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_text("abcdefgh ab", encoding="utf-8")
+    with pytest.raises(DataError, match=r"give 1: no other pair of tokens occurs twice"):
+        trained.train_bpe(Corpus([path], (), 0, 0), 300, 0)
+
+
 def test_a_corpus_of_one_line_says_which_vocabulary_fits(tmp_path):
     path = tmp_path / "one.txt"
     path.write_text("ab ab abc abc\n", encoding="utf-8")

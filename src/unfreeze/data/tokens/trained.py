@@ -30,6 +30,8 @@ RUN_TRAINED, RUN_ENCODED = 4, 64
 """Longest run of letters of a script without spaces that is one word, in training and in encoding."""
 LONGEST_TOKEN = 24
 """Bytes of the longest token: 8 Chinese characters. Longer ones are mostly copies, such as lines of ====."""
+TWICE = 2
+"""Least number of occurrences of a pair to be merged. The library's default also merges what occurs once."""
 ALIGNED = 64
 """GPUs multiply by a vocabulary of a multiple of 64 at full speed; rows beyond the ids are never sampled."""
 
@@ -180,6 +182,7 @@ def train_bpe(
         vocab_size=NUM_BYTES + wanted,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         max_token_length=LONGEST_TOKEN,
+        min_frequency=TWICE,
         show_progress=False,
     )
     _in_thread(backend, trainer, corpus, progress)
@@ -232,8 +235,8 @@ def _in_thread(
             raised.append(error)
 
     thread = threading.Thread(target=work, name="bpe", daemon=True)
-    thread.start()
     try:
+        thread.start()
         while thread.is_alive():
             progress(corpus, not reading.is_set())
             thread.join(POLLED)
