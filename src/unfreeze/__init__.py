@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from unfreeze.api import prepare as prepare
     from unfreeze.api import pretrain as pretrain
     from unfreeze.api import sft as sft
+    from unfreeze.api import train_tokenizer as train_tokenizer
     from unfreeze.core.built_in import TINY_K2 as TINY_K2
     from unfreeze.generate.model import Model as Model
     from unfreeze.generate.model import load as load
@@ -42,6 +43,7 @@ __all__ = [
     "prepare",
     "pretrain",
     "sft",
+    "train_tokenizer",
 ]
 
 _HOME = {
@@ -49,7 +51,8 @@ _HOME = {
     "Model": "unfreeze.generate.model",
     "TINY_K2": "unfreeze.core.built_in",
     **dict.fromkeys(
-        ("FinishedRun", "distill", "grpo", "prefer", "prepare", "pretrain", "sft"), "unfreeze.api"
+        ("FinishedRun", "distill", "grpo", "prefer", "prepare", "pretrain", "sft", "train_tokenizer"),
+        "unfreeze.api",
     ),
 }
 

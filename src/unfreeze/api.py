@@ -243,6 +243,31 @@ def _code_file(
     return f"{path}:{code.names[0]}"
 
 
+def train_tokenizer(
+    files: str | Path | Sequence[str | Path],
+    *,
+    out: str | Path,
+    vocab: int = 8192,
+    quiet: bool = False,
+    **fields: Any,
+) -> dict[str, Any]:
+    """Train a byte-level BPE tokenizer, like `unfreeze tokenizer train`. -> the facts that it prints.
+
+    unfreeze.train_tokenizer(files="corpus.jsonl", vocab=8192, out="tok")["held_out"]
+
+    files   data files, folders, patterns or hf:org/name, with text or messages
+    fields  reserved, held_out, seed, columns, on_bad_row
+
+    Facts: path, vocabulary (base, total, padded), merges, documents, bytes, bad_rows, seconds, sha256, and
+    held_out: kind of document -> documents, bytes, tokens, bytes_per_token.
+    """
+    from unfreeze.commands import tokenizer as making
+
+    keywords = {"files": files, "out": out, "vocab": vocab, **fields}
+    config = from_keywords(making.Config, keywords, function="train_tokenizer", command="tokenizer train")
+    return making.train(config, Common(quiet=quiet))
+
+
 def prepare(
     config: str | Path | None = None,
     *,

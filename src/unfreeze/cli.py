@@ -73,7 +73,10 @@ SHIP = {
     "merge": Command("unfreeze.commands.merge", "merge RUN --to bf16", "base and adapter as one checkpoint"),
 }
 MAKE = {
-    "life": Command("unfreeze.commands.life", "life small.toml", "tokenizer to rewards, every stage scored")
+    "tokenizer": Command(
+        "unfreeze.commands.tokenizer", "tokenizer train | show", "make a tokenizer, see its tokens"
+    ),
+    "life": Command("unfreeze.commands.life", "life small.toml", "tokenizer to rewards, every stage scored"),
 }
 DEV = {
     "bench": Command(

@@ -102,7 +102,7 @@ def test_a_value_in_a_file_and_in_python_is_answered_too(tmp_path, capsys):
         ("eval", "benchmarks are not built", "lm_eval --model hf --model_args pretrained=RUN/merged-bf16"),
         ("quantise", "quantizing a model is not built", "convert_hf_to_gguf.py MODEL"),
         ("serve", "a server is not built", "vllm serve BASE --enable-lora"),
-        ("tokenizer", "training a tokenizer is not built", "train_new_from_iterator"),
+        ("train-tokenizer", "tokenizer train makes one from text", "unfreeze tokenizer train corpus.jsonl"),
         ("ppo", "grpo learns from rewards", "unfreeze grpo --model MODEL"),
         ("resize", "adding tokens is not built", "model.resize_token_embeddings"),
         ("ollama", "llama.cpp writes GGUF", "convert_hf_to_gguf.py RUN/merged-bf16"),

@@ -4,8 +4,10 @@ MODEL, TEACHER, chat.jsonl, runs/mine and the other names that the pages use are
 """
 
 import json
+import random
 import re
 import shlex
+import string
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +63,10 @@ def lay_out(folder: Path, *, made: bool) -> None:
     quoted = "".join(f'"{row["question"]}","{row["answer"]}"\n' for row in rows)
     (folder / "rows.csv").write_text("question,reply\n" + quoted)
     (folder / "book.txt").write_text("\n\n".join(row["answer"] for row in rows))
+    drawn = random.Random(0)  # words enough for a vocabulary of 8192
+    words = ["".join(drawn.choices(string.ascii_lowercase, k=6)) for _ in range(6_000)] * 2
+    texts = (" ".join(words[at : at + 100]) for at in range(0, len(words), 100))
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tools,) = (b.text for b in blocks_of(ROOT / "docs/howto/tools.md") if b.language == "json")
     (folder / "tools.jsonl").write_text(tools)
     if made:

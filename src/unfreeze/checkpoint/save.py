@@ -21,6 +21,7 @@ from unfreeze.checkpoint.keymap import StackRule, tensor_sources
 from unfreeze.checkpoint.manifest import INDEX
 from unfreeze.checkpoint.tensors import NAME
 from unfreeze.core.errors import FULL, CheckpointError
+from unfreeze.core.files import begin, sync_folder, write_file
 from unfreeze.core.units import format_bytes
 from unfreeze.quant.codec import Texted, kept_suffixes
 from unfreeze.quant.scheme import CodecFor, nothing_packed
@@ -208,23 +209,6 @@ def finish_folder(
     sync_folder(folder.parent)
 
 
-def begin(folder: Path) -> Path:
-    """The temporary folder of a new checkpoint.
-
-    Raises CheckpointError if `folder` exists and is not empty.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(
-            f"{folder} exists and is not empty; a checkpoint is written into a new folder",
-            next="choose another folder",
-        )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    return temporary
-
-
 def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[str, str] | None) -> bytes:
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -244,26 +228,3 @@ def _raw(tensor: Tensor) -> memoryview | bytes:
     """The tensor's bytes, without a copy if it is contiguous on the CPU."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
-
-
-def write_file(path: Path, content: bytes | str) -> None:
-    """Write one small file (text as UTF-8) atomically; an existing one is replaced."""
-    temporary = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power cut (or, given a file, its content)."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -163,11 +163,17 @@ def _model_first(arguments: Sequence[str], command: str) -> ConfigError:
 
 
 def from_keywords(
-    config: type[C], keywords_given: Mapping[str, Any], *, function: str, file: str | Path | None = None
+    config: type[C],
+    keywords_given: Mapping[str, Any],
+    *,
+    function: str,
+    file: str | Path | None = None,
+    command: str = "",
 ) -> C:
     """Build a Config from keywords: unfreeze.sft("run.toml", rank=16, optimizer={"clip": 0.5}).
 
-    Keywords override the file. Raises ConfigError that names the keyword and the nearest valid one.
+    Keywords override the file. command: of the function, if its name is another.
+    Raises ConfigError that names the keyword and the nearest valid one.
     """
     # refuse an unknown keyword
     valid = {*spellings(config), *config.model_fields}
@@ -178,7 +184,7 @@ def from_keywords(
         hint = field_hint(unknown, valid) or _elsewhere(config, unknown)
         raise ConfigError(
             f"unfreeze.{function} has no argument {unknown!r}{hint}",
-            next=field_next(unknown, f"help(unfreeze.{function}), or: unfreeze {function} --help"),
+            next=field_next(unknown, f"help(unfreeze.{function}), or: unfreeze {command or function} --help"),
         )
 
     # the file, overridden by keywords

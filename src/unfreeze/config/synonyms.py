@@ -165,8 +165,8 @@ eval evaluate evaluation benchmark lm-eval | benchmarks are not built; lm-evalua
     --tasks hellaswag
 perplexity ppl score | a run measures the perplexity of held-out rows |
     unfreeze sft --model MODEL --data FILE --validation FILE
-tokenizer train-tokenizer vocab | training a tokenizer is not built; transformers does it |
-    AutoTokenizer.from_pretrained(ID).train_new_from_iterator(texts, 32000).save_pretrained(FOLDER)
+train-tokenizer vocab bpe | tokenizer train makes one from text |
+    unfreeze tokenizer train corpus.jsonl --vocab 8192 --out tok
 resize resize-embeddings add-tokens new-tokens | adding tokens is not built; transformers does it, and
     unfreeze trains them | tokenizer.add_tokens, model.resize_token_embeddings(len(tokenizer)), save both;
     then unfreeze sft --train all

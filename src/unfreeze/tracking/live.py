@@ -375,3 +375,42 @@ class EncodeProgress:
             self._display.draw("encode", min(bytes_done, bytes_total), bytes_total, words)
         else:
             self._display.line(f"encode  {words}")
+
+
+class TokenizerProgress:
+    """Progress of training a tokenizer: bytes read, then seconds of merging, whose end the library hides.
+
+    A context manager to call with (bytes_done, bytes_total, done=True once all is read).
+    """
+
+    def __init__(
+        self,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        seconds_between: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._clock, self._display = clock, _Display(quiet, stream)
+        self._between = 0.1 if self._display.may_draw else seconds_between
+        self._began, self._next = clock(), self._between
+
+    def __enter__(self) -> TokenizerProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.close()
+
+    def __call__(self, bytes_done: int, bytes_total: int, *, done: bool) -> None:
+        seconds = self._clock() - self._began
+        if self._display.quiet or seconds < self._next:
+            return
+        self._next = seconds + self._between
+        label = "merge" if done else "read"
+        words = f"{decimal_bytes(min(bytes_done, bytes_total))} of {decimal_bytes(bytes_total)}"
+        words += f"  {format_seconds(seconds)}"
+        if self._display.may_draw:
+            self._display.draw(label, min(bytes_done, bytes_total), bytes_total, words)
+        else:
+            self._display.line(f"{label}  {words}")

@@ -6,7 +6,6 @@ side when others are added, removed or reordered. Equal rows always land on the 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -18,16 +17,8 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.torch_types import from_numpy
 from unfreeze.data.packing.answers import order_of
 from unfreeze.data.packing.batches import pack
+from unfreeze.data.rows.held_out import is_held_out
 from unfreeze.data.store.examples import NO_CONTENT, Example, Examples
-
-
-def is_held_out(digest: bytes, fraction: float, seed: int) -> bool:
-    """Return True if a row belongs to validation.
-
-    That is, if blake2b(digest, seed), read as a number in [0, 1), is below `fraction`.
-    """
-    drawn = hashlib.blake2b(digest + seed.to_bytes(8, "little"), digest_size=8, person=b"held out").digest()
-    return int.from_bytes(drawn, "little") < fraction * 2**64
 
 
 def split_by_content(

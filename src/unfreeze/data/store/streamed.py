@@ -79,7 +79,8 @@ def streamed_files(
     look: called with the bytes of every row.
     Raises DataError for a bad row in the first window, ConfigError if no row or every row would be held out.
     """
-    from unfreeze.data.packing.split import is_held_out, none_left
+    from unfreeze.data.packing.split import none_left
+    from unfreeze.data.rows.held_out import is_held_out
 
     paths = [Path(path) for path in paths]
     if not are_lines(paths, columns):

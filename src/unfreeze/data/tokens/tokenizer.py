@@ -153,6 +153,14 @@ class Tokenizer:
         """Return the token's own spelling; the text itself for special tokens."""
         return self._backend.token_text(id)
 
+    def bytes_of(self, id: int) -> bytes | None:
+        """Return the bytes of a token; None if the vocabulary is not one of bytes.
+
+        Of a special token they are those of its text. Bytes per token are counted with these, because a token
+        can be part of a character.
+        """
+        return self._backend.bytes_of(id)
+
     def _turn_end(self) -> int | None:
         """Return the special token with which the template closes an assistant's turn, or None.
 

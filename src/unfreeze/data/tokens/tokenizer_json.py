@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
+from tokenizers import decoders
 
 from unfreeze.core.errors import CheckpointError
 
@@ -39,6 +40,8 @@ class TokenizerJson:
         self.special_ids = frozenset(
             id for id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
+        self._added = frozenset(self._backend.get_added_tokens_decoder())
+        self._bytes: dict[int, bytes | None] = {}
         self._lock = threading.Lock()
         with_post, without = (
             self._backend.encode("a").ids,
@@ -109,6 +112,14 @@ class TokenizerJson:
         """Return the token as the vocabulary spells it; the text itself for special tokens."""
         return self._backend.id_to_token(id) or ""
 
+    def bytes_of(self, id: int) -> bytes | None:
+        """Return the bytes of a token; None if the vocabulary is not one of bytes."""
+        if id not in self._bytes:
+            text = self.token_text(id)
+            spelled = isinstance(self._backend.decoder, decoders.ByteLevel)
+            self._bytes[id] = text.encode() if id in self._added else spelled_bytes(text) if spelled else None
+        return self._bytes[id]
+
 
 class TokenizerJsonStream:
     """Decodes id by id.
@@ -140,3 +151,21 @@ class TokenizerJsonStream:
             return ""
         self._begin, self._done = self._done, len(self._ids)
         return now[len(before) :]
+
+
+def spelled_bytes(spelling: str) -> bytes:
+    """Return the bytes of a token in GPT-2's spelling, or the UTF-8 of one that is spelled otherwise."""
+    if all(char in BYTE_OF for char in spelling):
+        return bytes(BYTE_OF[char] for char in spelling)
+    return spelling.encode()
+
+
+def _byte_of() -> dict[str, int]:
+    """GPT-2 spells visible Latin-1 bytes as themselves, and the other 68 as U+0100 and on, in order."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF: Mapping[str, int] = _byte_of()
+"""Character -> the byte that it spells."""
