@@ -46,5 +46,5 @@ def rows(config: Config, run: Run):
         ratio, rate = seconds[side] / seconds["unfreeze"], runs[0]["bytes_per_token"]
         note = f"{seconds[side]:.1f} s for {runs[0]['bytes'] / 1e6:.1f} MB, {ratio:.2f} x the first side's;"
         note += f" held out {rate:.3f} bytes per token"
-        found = {"seconds": seconds[side], "of_first_side": ratio, "bytes_per_token": rate, "note": note}
-        yield run.row(side, settings, found | {"bytes": runs[0]["bytes"]})
+        results = {"seconds": seconds[side], "of_first_side": ratio, "bytes_per_token": rate, "note": note}
+        yield run.row(side, settings, results | {"bytes": runs[0]["bytes"]})
