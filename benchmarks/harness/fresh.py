@@ -30,11 +30,15 @@ def process(words: Sequence[str], **environment: str) -> str:
     return done.stdout
 
 
-def call(function: str, arguments: dict[str, Any], cache: Path) -> dict[str, Any]:
-    """Call "module:name" in a new process with `cache` as its cache folders; return its result."""
+def call(function: str, arguments: dict[str, Any], cache: Path, *, parallel: bool = False) -> dict[str, Any]:
+    """Call "module:name" in a new process with `cache` as its cache folders; return its result.
+
+    parallel: let the library `tokenizers` use all cores.
+    """
     caches = dict.fromkeys(("XDG_CACHE_HOME", "HF_HOME", "HF_DATASETS_CACHE"), str(cache))
     words = [sys.executable, "-c", CALL, function, json.dumps(arguments)]
-    output = process(words, TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", **caches)
+    threads = "true" if parallel else "false"
+    output = process(words, TOKENIZERS_PARALLELISM=threads, HF_HUB_OFFLINE="1", **caches)
     return json.loads(output.splitlines()[-1])
 
 

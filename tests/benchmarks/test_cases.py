@@ -213,6 +213,13 @@ def test_data_beside_the_peer(measure):
     assert peer["first_side_rate"] == made["unfreeze"]["rows_per_second"] / peer["rows_per_second"]
 
 
+def test_tokenizer_beside_the_librarys_split(measure):
+    ours, plain = measure("tokenizer", megabytes=0.3, vocab=400, pairs=1)
+    assert plain.results["of_first_side"] == plain.results["seconds"] / ours.results["seconds"]
+    assert ours.results["bytes"] == plain.results["bytes"] > 250_000  # of 0.3 MB, 2 % held out
+    assert all(1 < row.results["bytes_per_token"] < 6 for row in (ours, plain))
+
+
 def test_our_side_of_data_encodes_the_rows_in_a_process_without_torch(tmp_path):
     encoding.write_rows(tmp_path / "rows.jsonl", 20)
     given = {"files": [str(tmp_path / "rows.jsonl")], "model": str(shapes.TINY_K2), "length": 4096}

@@ -230,7 +230,16 @@ def test_a_wrong_keyword_names_the_nearest():
 def test_bad_rows_are_skipped_if_asked_and_counted(tmp_path, capsys):
     path = tmp_path / "corpus.txt"
     path.write_bytes(b"\n\n".join(text.encode() for text in TEXTS) + b"\n\n\xff\n")
-    words = ("--vocab", str(VOCAB), "--out", str(tmp_path / "tok"), "--reserved", "8", "--on-bad-row", "skip")
+    words = (
+        "--vocab",
+        str(VOCAB),
+        "--out",
+        str(tmp_path / "tok"),
+        "--reserved",
+        "8",
+        "--data.on-bad-row",
+        "skip",
+    )
     _, facts, said = run(capsys, "train", str(path), *words)
     assert facts["bad_rows"] == 1 and "warning: 1 bad row was skipped" in said
 

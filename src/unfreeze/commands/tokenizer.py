@@ -1,6 +1,6 @@
 """unfreeze tokenizer train FILES --vocab 8192 --out DIR: train a byte-level BPE tokenizer on text.
 
-unfreeze tokenizer show DIR "text": the tokens of a text.
+unfreeze tokenizer show DIR "text": the tokens of a text (tokenizer show --help).
 
 DIR is a folder as Hugging Face has them: tokenizer.json, tokenizer_config.json with a chat template. With a
 config.json in it, `unfreeze pretrain --model DIR` starts from it.

@@ -58,6 +58,17 @@ def test_the_same_documents_are_held_out_whatever_the_order(tmp_path):
     assert sides[0] == sides[1] and 5 < len(sides[0]) < 40
 
 
+def test_a_table_gives_the_same_texts(tmp_path):
+    tables = pytest.importorskip("pyarrow", reason="extra [data]")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"text": f"document {i}"} for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    parquet.write_table(tables.Table.from_pylist(rows), tmp_path / "a.parquet")
+    read = [Corpus([tmp_path / name], (), 0.2, 0) for name in ("a.jsonl", "a.parquet")]
+    lines, cells = (list(corpus.texts()) for corpus in read)
+    assert lines == cells and read[0].held == read[1].held != []
+
+
 def test_the_first_document_is_always_trained_on(tmp_path):
     path = tmp_path / "one.txt"
     path.write_text("one line", encoding="utf-8")

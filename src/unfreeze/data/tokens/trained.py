@@ -5,7 +5,7 @@ loss. A merge joins the most frequent pair of neighbouring tokens, inside a word
 Chinese has no spaces, so a plain split makes words as long as sentences. Almost all of them are distinct, and
 each merge visits them (huggingface/tokenizers #1395, #422). Training therefore cuts runs of letters without
 spaces every RUN_TRAINED characters. Encoding takes whole runs, because a word that lies across a cut would
-not be joined: on Chinese technical text that cost 5 % more tokens.
+not be joined: that cost 5 % more tokens (8.4 MB of Chinese Markdown with English and code in it, 8,192 ids).
 """
 
 from __future__ import annotations
