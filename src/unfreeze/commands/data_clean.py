@@ -53,7 +53,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     config = parse(Config, arguments, command="data clean", description=__doc__ or "", positional=True)
     if len(config.paths) < 2:
         raise ConfigError(
-            "unfreeze data clean needs IN and OUT_DIR", next=f"unfreeze data clean {config.paths[0]} cleaned"
+            "unfreeze data clean needs IN and OUT_DIR",
+            next="unfreeze data clean IN… OUT_DIR, such as unfreeze data clean in/ out/",
         )
     *written, out = config.paths
     recipe = recipe_of(config)
@@ -85,13 +86,8 @@ def recipe_of(config: Config) -> Any:
 def show(ledger: Mapping[str, Any], out: str, console: PipeConsole) -> None:
     """Print the ledger as a table."""
     table = Table(box=None, pad_edge=False)
-    for column, justify in (
-        ("", "left"),
-        ("documents", "right"),
-        ("bytes", "right"),
-        ("for example", "left"),
-    ):
-        table.add_column(column, justify=justify)
+    for column in ("", "documents", "bytes", "for example"):
+        table.add_column(column, justify="right" if column in ("documents", "bytes") else "left")
     table.add_row("in", *_numbers(ledger["in"]), "")
     for reason, entry in ledger["dropped"].items():
         table.add_row(f"- {reason}", *_numbers(entry), entry["examples"][0]["why"][:60])
