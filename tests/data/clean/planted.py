@@ -51,7 +51,9 @@ def planted(chinese: bool, documents: int = 1000, near: int = 200, unlike: int =
     late = rows[len(base) :]
     rng.shuffle(late)
     rows = rows[: len(base)] + late
-    return [text_of(tokens, chinese) for tokens, _ in rows], {i for i, (_, is_near) in enumerate(rows) if is_near}
+    return [text_of(tokens, chinese) for tokens, _ in rows], {
+        i for i, (_, is_near) in enumerate(rows) if is_near
+    }
 
 
 def shingles(text: str, chinese: bool) -> frozenset[str]:

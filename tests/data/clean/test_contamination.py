@@ -60,7 +60,7 @@ def test_every_planted_text_is_dropped_and_no_other(cleaned, tmp_path, chinese):
 def test_control_arm_n_grams_by_white_space_miss_chinese(cleaned, tmp_path, monkeypatch):
     from unfreeze.data.clean import document
 
-    rows, planted, file = corpus(True, tmp_path)
+    rows, _, file = corpus(True, tmp_path)
     monkeypatch.setattr(document, "units_of", str.split)
     with pytest.raises(DataError, match="no text of"):  # each question is one unit
         cleaned(rows, contamination={"against": [str(file)]})

@@ -46,7 +46,9 @@ def _swap(result, rows):
 def test_the_planted_pairs_have_a_jaccard_of_about_point_8():
     texts, near = planted(chinese=False)
     sets = [shingles(text, False) for text in texts]
-    best = [max(len(sets[i] & other) / len(sets[i] | other) for other in sets[:700]) for i in sorted(near)[:50]]
+    best = [
+        max(len(sets[i] & other) / len(sets[i] | other) for other in sets[:700]) for i in sorted(near)[:50]
+    ]
     assert 0.78 < np.mean(best) < 0.82 and min(best) > 0.72
 
 
@@ -97,7 +99,11 @@ def test_the_signature_estimates_the_jaccard(tmp_path):
 
 
 def test_the_first_of_equal_texts_stays_and_white_space_around_does_not_count(cleaned):
-    rows = [{"text": "one two three", "id": 0}, {"text": " one two three\n", "id": 1}, {"text": "One two three!"}]
+    rows = [
+        {"text": "one two three", "id": 0},
+        {"text": " one two three\n", "id": 1},
+        {"text": "One two three!"},
+    ]
     ledger, kept = cleaned(rows, duplicates={"near": False})
     assert [row.get("id") for row in kept] == [0, None]
     assert ledger["dropped"]["duplicate.exact"]["examples"][0]["why"].endswith("in.jsonl row 1")

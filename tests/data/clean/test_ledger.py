@@ -14,7 +14,15 @@ from unfreeze.data.clean.ledger import Ledger, check
 def rows_of_all_kinds():
     texts, _ = planted(chinese=False, documents=60, near=20, unlike=20)
     rows = [{"text": text, "licence": "CC0", "id": i} for i, text in enumerate(texts)]
-    return [*map(json.dumps, rows), "", "{broken", '{"no": "text"}', json.dumps(rows[3]), '{"text":"short"}', ""]
+    return [
+        *map(json.dumps, rows),
+        "",
+        "{broken",
+        '{"no": "text"}',
+        json.dumps(rows[3]),
+        '{"text":"short"}',
+        "",
+    ]
 
 
 def sums(ledger):
@@ -54,7 +62,7 @@ def test_bytes_in_are_bytes_kept_and_dropped(cleaned, tmp_path, packed):
 def test_other_formats_add_up_too(cleaned, tmp_path, form):
     content = {
         "text": "one document\nof two lines\n\n\nanother\n",
-        "csv": "text,licence\n\"one, two\",CC0\nthree,MIT\n",
+        "csv": 'text,licence\n"one, two",CC0\nthree,MIT\n',
         "array": json.dumps([{"text": "one"}, {"text": "two"}], indent=2),
     }[form]
     name = {"text": "in.txt", "csv": "in.csv", "array": "in.json"}[form]
@@ -74,7 +82,9 @@ PLANTED_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", PLANTED_FAULTS)
-def test_control_arm_a_miscount_stops_the_run_before_anything_is_written(cleaned, tmp_path, monkeypatch, fault):
+def test_control_arm_a_miscount_stops_the_run_before_anything_is_written(
+    cleaned, tmp_path, monkeypatch, fault
+):
     monkeypatch.setattr(Ledger, *PLANTED_FAULTS[fault])
     with pytest.raises(RuntimeError, match="does not add up"):
         cleaned([{"text": "one"}, {"text": "one"}, {"text": "two"}])

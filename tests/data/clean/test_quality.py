@@ -14,7 +14,10 @@ ENGLISH = (
     "The library reads a file that you name, and it writes what is left to a new folder. To be sure of the"
     " result, look at the ledger with the numbers of every reason.\n"
 ) * 3
-CHINESE = "这是一个关于数据清洗的例子。我们在这里读取文件，然后把剩下的内容写到新的文件夹里，有时也会删除重复的部分！\n" * 3
+CHINESE = (
+    "这是一个关于数据清洗的例子。我们在这里读取文件，然后把剩下的内容写到新的文件夹里，有时也会删除重复的部分！\n"
+    * 3
+)
 
 
 @pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["english", "chinese"])
@@ -60,7 +63,9 @@ def test_control_arm_the_measures_of_words_would_drop_chinese(monkeypatch):
 
 
 def test_an_ellipsis_of_chinese_prose_is_no_cut_snippet():
-    assert QualityFilter(Quality())(Document("他望着远方的山，什么也没有说，我不知道他在想什么……\n" * 3)) is None
+    assert (
+        QualityFilter(Quality())(Document("他望着远方的山，什么也没有说，我不知道他在想什么……\n" * 3)) is None
+    )
 
 
 def test_most_pages_of_python_s_documentation_pass():
