@@ -50,11 +50,13 @@ def test_default_filters_and_both_kinds_of_duplicates_without_a_recipe(unfreeze_
 
 
 def test_flags_go_before_the_recipe(folder):
-    (folder / "r.toml").write_text('text = "body"\n[length]\nmin_words = 7\n[contamination]\nwords = 9\n')
+    (folder / "r.toml").write_text(
+        '[data]\ntext = "body"\n[length]\nmin_words = 7\n[contamination]\nwords = 9\n'
+    )
     recipe = recipe_of(
         Config(paths=("in", "out"), recipe=str(folder / "r.toml"), against=("e.jsonl",), on_bad_row="skip")
     )
-    assert (recipe.text, recipe.on_bad_row, recipe.length.min_words) == ("body", "skip", 7)
+    assert (recipe.data.text, recipe.data.on_bad_row, recipe.length.min_words) == ("body", "skip", 7)
     assert (recipe.contamination.against, recipe.contamination.words) == (("e.jsonl",), 9)
     assert recipe_of(Config(paths=("in", "out"))) == Recipe()
 
@@ -77,11 +79,3 @@ def test_a_wrong_recipe_is_refused_by_field(folder, text):
 
 def test_out_is_needed(unfreeze, folder):
     assert "needs IN and OUT_DIR" in unfreeze("data", "clean", folder / "in", code=2)
-
-
-def test_help_of_both_commands(unfreeze):
-    assert "--recipe" in unfreeze("data", "clean", "--help")
-    assert "--sequence-length" in unfreeze("data", "show", "--help")
-    both = unfreeze("data", "--help")
-    assert "data show" in both and "data clean" in both
-    assert "nearest: 'clean'" in unfreeze("data", "claen", code=2)

@@ -57,10 +57,6 @@ def test_the_example_is_a_recipe_and_its_comments_are_defaults(tmp_path):
     bare = re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE)
     (tmp_path / "all.toml").write_text(bare)
     every = from_file(Recipe, tmp_path / "all.toml", "")
-    given = {"contamination": {"against": every.contamination.against}, "text": "text"}
-    assert every == recipe.model_copy(
-        update={
-            "text": "text",
-            "contamination": recipe.contamination.model_copy(update=given["contamination"]),
-        }
-    )
+    data = recipe.data.model_copy(update={"text": "text"})
+    contamination = recipe.contamination.model_copy(update={"against": every.contamination.against})
+    assert every == recipe.model_copy(update={"data": data, "contamination": contamination})

@@ -38,7 +38,9 @@ def test_bytes_in_are_bytes_kept_and_dropped(cleaned, tmp_path, packed):
     content = "\ufeff".encode() + "\r\n".join(lines).encode()
     name = "in.jsonl.gz" if packed else "in.jsonl"
     (tmp_path / name).write_bytes(gzip.compress(content) if packed else content)
-    ledger, kept = cleaned(None, name=name, on_bad_row="skip", length={"enabled": True, "min_words": 5})
+    ledger, kept = cleaned(
+        None, name=name, data={"on_bad_row": "skip"}, length={"enabled": True, "min_words": 5}
+    )
     parts = sums(ledger)
     assert ledger["in"] == {"documents": 64, "bytes": len(content)}
     assert parts["documents"] == 64 and parts["bytes"] + ledger["between_rows"] == len(content)

@@ -188,24 +188,22 @@ def test_a_decision_that_was_cut_does_not_count(tmp_path):
 
 
 def test_a_killed_process_is_resumed(tmp_path):
-    corpus(tmp_path / "in.jsonl", documents=1000)
+    corpus(tmp_path / "in.jsonl", documents=400)
     whole, out = tmp_path / "whole", tmp_path / "out"
     (tmp_path / "off.toml").write_text("".join(f"[{name}]\nenabled = false\n" for name in OFF))
 
-    def command(folder):
-        return [
-            *(sys.executable, "-m", "unfreeze", "data", "clean", str(tmp_path / "in.jsonl"), str(folder)),
-            *("--recipe", str(tmp_path / "off.toml"), "--quiet"),
-        ]
-
-    subprocess.run(command(whole), check=True)
-    process = subprocess.Popen(command(out))
+    command = [
+        *(sys.executable, "-m", "unfreeze", "data", "clean", str(tmp_path / "in.jsonl"), str(out)),
+        *("--recipe", str(tmp_path / "off.toml"), "--quiet"),
+    ]
+    clean([str(tmp_path / "in.jsonl")], whole, recipe())
+    process = subprocess.Popen(command)
     journal = tmp_path / "out.partial" / "journal" / "decisions.jsonl"
     while process.poll() is None and not (journal.is_file() and journal.stat().st_size > 1000):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL and not out.exists()
-    subprocess.run(command(out), check=True)
+    subprocess.run(command, check=True)
     assert digests(out) == digests(whole)
 
 
@@ -244,8 +242,8 @@ REFUSED = {
     "broken": (['{"text": "ok"}', "{"], {}, r"in\.jsonl, row 2: broken JSON"),
     "half a pair": (['{"text": "\\ud800"}'], {}, "half a surrogate pair"),
     "no text": (['{"txet": "a"}'], {}, r"row 1: no text; nearest: 'txet'; columns: txet"),
-    "column": (['{"body": "a"}'], {"text": "bdoy"}, r"no column 'bdoy'; nearest: 'body'"),
-    "number": (['{"text": 3}'], {"text": "text"}, "field text is a number"),
+    "column": (['{"body": "a"}'], {"data": {"text": "bdoy"}}, r"no column 'bdoy'; nearest: 'body'"),
+    "number": (['{"text": 3}'], {"data": {"text": "text"}}, "field text is a number"),
 }
 
 
@@ -259,7 +257,8 @@ def test_what_cannot_be_read_is_named_and_nothing_is_written(tmp_path, name):
     assert len(error.value.message) <= 250 and not (tmp_path / "out").exists()
     if name == "no rows":
         return
-    ledger = clean([str(tmp_path / "in.jsonl")], tmp_path / "out", recipe(**tables, on_bad_row="skip"))
+    skipping = recipe(data={**tables.get("data", {}), "on_bad_row": "skip"})
+    ledger = clean([str(tmp_path / "in.jsonl")], tmp_path / "out", skipping)
     assert ledger["dropped"]["bad_row"]["documents"] == 1
     assert ledger["in"]["bytes"] == len(raw)
 
