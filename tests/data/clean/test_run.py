@@ -176,15 +176,36 @@ def test_control_arm_decisions_of_another_recipe_are_not_taken_over(tmp_path):
 
 
 def test_a_decision_that_was_cut_does_not_count(tmp_path):
-    journal = Journal(tmp_path / "journal", {"a": 1})
+    key = {"recipe": Recipe.model_validate({"duplicates": {"near": False}}).model_dump(mode="json")}
+    journal = Journal(tmp_path / "journal", key)
     journal.add(running.Decision("length.short", "1 word"))
     journal.add(running.Decision("", "", 7))
     journal.close()
     with (tmp_path / "journal" / "decisions.jsonl").open("a") as file:
         file.write('["", 4')
-    again = Journal(tmp_path / "journal", {"a": 1})
+    again = Journal(tmp_path / "journal", key)
     assert again.sizes == [7] and len(again.earlier) == 2
     again.close()
+
+
+@pytest.mark.parametrize("name", ["shingles.u64", "signatures.u32"])
+def test_decisions_whose_shingles_were_lost_do_not_count(tmp_path, name):
+    """After a power failure the files may hold less than was decided."""
+    corpus(tmp_path / "in.jsonl")
+
+    def stop(documents, done, total):
+        if documents == 200:
+            raise KeyboardInterrupt
+
+    source = [str(tmp_path / "in.jsonl")]
+    with pytest.raises(KeyboardInterrupt):
+        clean(source, tmp_path / "out", recipe(), progress=stop)
+    lost = tmp_path / "out.partial" / "journal" / name
+    os.truncate(lost, lost.stat().st_size - 8)
+    said = []
+    clean(source, tmp_path / "out", recipe(), said.append)
+    clean(source, tmp_path / "whole", recipe())
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole") and said == []
 
 
 def test_a_killed_process_is_resumed(tmp_path):
@@ -256,6 +277,7 @@ def test_what_cannot_be_read_is_named_and_nothing_is_written(tmp_path, name):
         clean([str(tmp_path / "in.jsonl")], tmp_path / "out", recipe(**tables))
     assert len(error.value.message) <= 250 and not (tmp_path / "out").exists()
     if name == "no rows":
+        assert not (tmp_path / "out.partial").exists()
         return
     skipping = recipe(data={**tables.get("data", {}), "on_bad_row": "skip"})
     ledger = clean([str(tmp_path / "in.jsonl")], tmp_path / "out", skipping)

@@ -28,7 +28,7 @@ class Evaluation:
         self.recipe = recipe
         self.texts = self.too_short = 0
         self._sources: list[str] = []
-        self._added: dict[int, list[tuple[np.ndarray, int]]] = {}
+        self._added: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # n -> [(n-grams, their sources)]
         self._grams: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def add(self, texts: Iterable[str], source: str) -> None:
@@ -48,7 +48,9 @@ class Evaluation:
             self.texts += 1
             if not self._sources or self._sources[-1] != source:
                 self._sources.append(source)
-            self._added.setdefault(n, []).append((np.unique(document.grams(n)), len(self._sources) - 1))
+            gram_G = np.unique(document.grams(n))
+            source_G = np.full(len(gram_G), len(self._sources) - 1)
+            self._added.setdefault(n, []).append((gram_G, source_G))
             self._grams.clear()
 
     def __call__(self, document: Document) -> Reason | None:
@@ -72,8 +74,8 @@ class Evaluation:
         """n -> (its n-grams in order, the first source of each)."""
         if not self._grams:
             for n, parts in sorted(self._added.items()):
-                gram_G = np.concatenate([grams for grams, _ in parts])
-                source_G = np.repeat([source for _, source in parts], [len(grams) for grams, _ in parts])
-                gram_G, first = np.unique(gram_G, return_index=True)
-                self._grams[n] = gram_G, source_G[first]
+                gram_G, first = np.unique(np.concatenate([grams for grams, _ in parts]), return_index=True)
+                source_G = np.concatenate([sources for _, sources in parts])[first]
+                self._grams[n] = gram_G, source_G
+                self._added[n] = [(gram_G, source_G)]  # once in memory
         return self._grams

@@ -78,7 +78,7 @@ class Document:
     @cached_property
     def num_characters(self) -> int:
         """Number of characters that are not white space."""
-        return len(self.text) - sum(map(str.isspace, self.text))
+        return sum(map(len, self.words))
 
     @cached_property
     def by_characters(self) -> bool:

@@ -134,6 +134,16 @@ class Near:
         begin, end = self._ends[index], self._ends[index + 1]
         return np.frombuffer(os.pread(self._shingles.fileno(), 8 * (end - begin), 8 * begin), np.uint64)
 
+    @staticmethod
+    def holds(recipe: Duplicates, folder: Path, sizes: list[int]) -> bool:
+        """Return True if the files hold these documents; after a power failure they may be shorter."""
+        needed = {
+            "shingles.u64": 8 * sum(sizes),
+            "signatures.u32": 4 * recipe.bands * recipe.rows * len(sizes),
+        }
+        files = {folder / name: size for name, size in needed.items() if size}
+        return all(file.is_file() and file.stat().st_size >= size for file, size in files.items())
+
     def _restore(self, sizes: list[int]) -> None:
         os.truncate(self._shingles.fileno(), 8 * sum(sizes))
         os.truncate(self._signatures.fileno(), 4 * self._num * len(sizes))

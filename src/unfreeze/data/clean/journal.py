@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unfreeze.config.clean import Duplicates
 from unfreeze.core.whole_lines import appending, whole_lines
+from unfreeze.data.clean.duplicates import Near
 
 EVERY = 256  # decisions between two flushes: about 0.3 s of work
 
@@ -41,6 +43,10 @@ class Journal:
             folder.mkdir(parents=True)
             key_file.write_text(wanted, encoding="utf-8")
         self.earlier = [_decision(line) for line in whole_lines(folder / "decisions.jsonl")]
+        near = Duplicates.model_validate(key["recipe"]["duplicates"])
+        if near.near and not Near.holds(near, folder, self.sizes):
+            self.earlier = []
+            (folder / "decisions.jsonl").unlink()
         self._file = appending(folder / "decisions.jsonl")
         self._next = self._waiting = 0
 

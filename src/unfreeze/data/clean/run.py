@@ -97,6 +97,8 @@ def clean(
             ledger = _rows(cleaner, files, rows, progress)
         finally:
             cleaner.close()
+            if not cleaner.ledger.kept["documents"] and not cleaner.ledger.dropped:  # nothing to go on with
+                shutil.rmtree(partial, ignore_errors=True)
         looked = {"texts": evaluation.texts, "too_short": evaluation.too_short} if evaluation else None
         record = {"version": 1, **ledger, "evaluation": looked, "recipe": recipe.model_dump(mode="json")}
         text = json.dumps(record, ensure_ascii=False, indent=1) + "\n"
