@@ -90,3 +90,15 @@ def test_length_counts_characters_of_chinese_and_words_of_english():
     assert long is not None and long.name == "length.long"
     # control arm: counted in words, every Chinese document would be too short
     assert len(Document("人" * 100_000).words) == 1
+
+
+def test_equal_grams_have_equal_hashes_in_any_order_of_asking():
+    """Against tuples of units: the same partition into equal ones, whichever n was asked for before."""
+    document = Document("a b c a b c d a b 我们我们的 a b c d")
+    units = document.units
+    for n in (1, 2, 5, 3, 3, 4, 40, 2, 0x14):
+        grams = [tuple(units[i : i + n]) for i in range(len(units) - n + 1)]
+        hashes = document.grams(n).tolist()
+        assert len(hashes) == len(grams) and len(set(zip(grams, hashes, strict=True))) == len(set(grams))
+        assert len(set(hashes)) == len(set(grams))
+        assert hashes == Document(document.text).grams(n).tolist()

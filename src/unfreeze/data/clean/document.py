@@ -55,6 +55,7 @@ class Document:
 
     def __init__(self, text: str):
         self.text = text
+        self._sums: tuple[int, np.ndarray] = (1 << 62, np.zeros(0, np.uint64))  # n, and sums before mixing
 
     @cached_property
     def letters(self) -> dict[str, int]:
@@ -115,8 +116,22 @@ class Document:
         return np.fromiter(map(len, self.units), np.int64, len(self.units))
 
     def grams(self, n: int) -> np.ndarray:
-        """64-bit hash of each n-gram of units, in order: [max(0, U - n + 1)]."""
-        return hashed_grams(self.codes_U, n)
+        """64-bit hash of each n-gram of units, in order: [max(0, U - n + 1)].
+
+        h_i = mix(sum_k (c_{i+k} + 1) f^{n-1-k} mod 2^64), mix: MurmurHash3's finalizer. Two different grams
+        among 10^6 have the same hash with a probability of 3e-8.
+        """
+        known, sum_G = self._sums
+        if known > n:
+            known, sum_G = 0, np.zeros(len(self.codes_U), np.uint64)
+        for k in range(known, n):  # filters ask for larger and larger n: go on from the last one
+            count = max(0, len(self.codes_U) - k)
+            sum_G = sum_G[:count] * _FACTOR + self.codes_U[k:] + np.uint64(1)
+        self._sums = n, sum_G
+        hash_G = sum_G
+        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+            hash_G = (hash_G ^ (hash_G >> np.uint64(33))) * np.uint64(factor)
+        return hash_G ^ (hash_G >> np.uint64(33))
 
 
 def units_of(text: str) -> list[str]:
@@ -132,20 +147,6 @@ def codes_of(units: list[str]) -> np.ndarray:
 
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
-
-
-def hashed_grams(codes_U: np.ndarray, n: int) -> np.ndarray:
-    """h_i = mix(sum_k c_{i+k} f^{n-1-k} mod 2^64) of every n codes in a row; mix: MurmurHash3's finalizer.
-
-    Two different grams among 10^6 have the same hash with a probability of 3e-8.
-    """
-    count = max(0, len(codes_U) - n + 1)
-    hash_G = np.zeros(count, np.uint64)
-    for k in range(n):
-        hash_G = hash_G * _FACTOR + codes_U[k : k + count] + np.uint64(1)
-    for shift, factor in ((33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53)):
-        hash_G = (hash_G ^ (hash_G >> np.uint64(shift))) * np.uint64(factor)
-    return hash_G ^ (hash_G >> np.uint64(33))
 
 
 @cache
