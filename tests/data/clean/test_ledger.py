@@ -6,9 +6,15 @@ import gzip
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.data.clean.conftest import OFF, written
 from tests.data.clean.planted import planted
+from unfreeze.config.clean import Recipe
+from unfreeze.core.errors import DataError
 from unfreeze.data.clean.ledger import Ledger, check
+from unfreeze.data.clean.run import clean
 
 
 def rows_of_all_kinds():
@@ -107,3 +113,38 @@ def test_check_names_the_sum():
     check(empty)
     with pytest.raises(RuntimeError, match="bytes in 7, its parts 0"):
         check({**empty, "in": {"documents": 0, "bytes": 7}})
+
+
+lines_of_files = st.one_of(
+    st.fixed_dictionaries(
+        {"text": st.text(max_size=60)}, optional={"n": st.floats(), "licence": st.text()}
+    ).map(lambda row: json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")),
+    st.binary(max_size=20).map(lambda raw: raw.replace(b"\n", b"")),
+    st.sampled_from(
+        [b"", b"{}", b"[]", b'{"text": null}', b'{"text": "a", "text": "b"}', b'{"messages": [1]}']
+    ),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(lines_of_files, max_size=12), st.sampled_from([b"\n", b"\r\n"]), st.booleans())
+def test_whatever_the_file_holds_the_ledger_adds_up_or_the_file_is_refused(
+    tmp_path_factory, lines, ending, filtered
+):
+    folder = tmp_path_factory.mktemp("any")
+    content = ending.join([*lines, b""])
+    (folder / "in.jsonl").write_bytes(content)
+    tables = {} if filtered else OFF
+    recipe = Recipe.model_validate({**tables, "data": {"on_bad_row": "skip"}, "personal": {"enabled": True}})
+    try:
+        ledger = clean([str(folder / "in.jsonl")], folder / "out", recipe)
+    except DataError as error:
+        assert any(
+            words in error.message
+            for words in ("no row", "UTF-16", "is a binary file", "judging by", "array")
+        )
+        assert not (folder / "out").exists()
+        return
+    check(ledger)
+    assert ledger["in"]["bytes"] == len(content) == sums(ledger)["bytes"] + ledger["between_rows"]
+    assert len(written(folder / "out")) == ledger["kept"]["documents"]
