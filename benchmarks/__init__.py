@@ -23,6 +23,7 @@ BENCHMARKS = {
     "start": "seconds from Enter to the first training step, the first time and after it",
     "data": "rows a second from data files to tokens, beside datasets.map with transformers' template",
     "tokenizer": "training a tokenizer on Chinese, beside the library's own split into words",
+    "store": "random reads of the token store, beside what a training step needs",
     "decode": "generation from the INT4 checkpoint, beside transformers' generate",
     "mixed": "answers of mixed lengths, as rollouts have them, beside transformers' generate",
     "growth": "time and memory per token from 4 k to 64 k tokens per step, beside what the plan states",

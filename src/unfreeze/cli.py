@@ -53,9 +53,7 @@ LOOK = {
     ),
     "report": Command("unfreeze.commands.report", "report RUN", "HTML report and summary of a run"),
     "compare": Command("unfreeze.commands.compare", "compare RUN RUN …", "several runs side by side"),
-    "data": Command(
-        "unfreeze.commands.data_show", "data show F --model M", "the data as the model will see it"
-    ),
+    "data": Command("unfreeze.commands.data", "data show F --model M", "the data as the model will see it"),
     "reward": Command(
         "unfreeze.commands.reward", "reward show my.py", "answers with their rewards, before training"
     ),
@@ -76,6 +74,12 @@ MAKE = {
     "tokenizer": Command(
         "unfreeze.commands.tokenizer", "tokenizer train | show", "make a tokenizer, see its tokens"
     ),
+    "data": Command(
+        "unfreeze.commands.data", "data clean | show", "filter texts; see rows as the model will"
+    ),
+    "synth": Command("unfreeze.commands.synth", "synth plan | run", "rows from a server, within a budget"),
+    "upcycle": Command("unfreeze.commands.upcycle", "upcycle MODEL", "a dense model becomes experts"),
+    "advise": Command("unfreeze.commands.advise", "advise --params N", "rate and batch of pretraining"),
     "life": Command("unfreeze.commands.life", "life small.toml", "tokenizer to rewards, every stage scored"),
 }
 DEV = {
