@@ -72,7 +72,11 @@ SHIP = {
     ),
     "merge": Command("unfreeze.commands.merge", "merge RUN --to bf16", "base and adapter as one checkpoint"),
 }
-MAKE: dict[str, Command] = {}
+MAKE = {
+    "upcycle": Command(
+        "unfreeze.commands.upcycle", "upcycle MODEL --experts 8", "a dense model becomes a mixture of experts"
+    )
+}
 DEV = {
     "bench": Command(
         "unfreeze.commands.bench", "bench NAME", "compare with other libraries, from a clone: moe dense …"
