@@ -2,7 +2,8 @@
 
 llama and mistral become mixtral, qwen2 becomes qwen2_moe, qwen3 becomes qwen3_moe. Every expert is a copy of
 the dense MLP, so the outputs stay the same. With --add-experts N a mixture gets N more, which stay closed
-until training opens them. It works file by file: to continue after an interruption, run the same command again.
+until training opens them. It works file by file: to continue after an interruption, run the same
+command again.
 """
 
 from __future__ import annotations

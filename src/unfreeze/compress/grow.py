@@ -1,6 +1,6 @@
 """upcycle --add-experts: a mixture gets more experts and computes the same until they are opened.
 
-A router with a selection bias b chooses the K largest s + b, with scores s between 0 and 1, and weighs the
+A router with a selection bias b chooses the K largest s + b, with scores s = sigmoid(W x) between 0 and 1, and weighs the
 chosen by their s alone. A new expert begins with
 
     b_new < min(b_old) - 1,   so that   s_new + b_new < min(b_old) <= s_old + b_old   for every token:
@@ -10,7 +10,8 @@ it is never chosen, and no output changes. It opens when the loss-free balancing
 1 / rate steps later it is chosen.
 
 A router without such a bias (Mixtral, Qwen2-MoE, Qwen3-MoE) has no exact way: its choice is the K largest
-W x, and no row of W, not even a copy of another, is below all others for every x.
+W x, and no row of W, not even a copy of another, is below all others for every x. Nor has a softmax with a
+bias (Ernie 4.5): a new expert lowers every other's s, but not its b, and so changes the choice among them.
 
 E experts, K chosen per token, G groups of experts, D model width.
 """
@@ -46,7 +47,7 @@ MARGIN = 1 / 16
 """Distance of a closed expert's bias below min(b) - 1: more than float32 rounds of numbers near it."""
 COUNTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 """Names of the number of experts in config.json."""
-WITH_BIAS = "deepseek_v3, kimi_k2, glm4_moe, minimax_m2, ernie4_5_moe, lfm2_moe, …"
+WITH_BIAS = "deepseek_v3, kimi_k2, glm4_moe, minimax_m2, lfm2_moe"
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,15 @@ def refuse_open(sites: list[Site], manifest: Manifest) -> None:
     kind = manifest.config.get("model_type")
     for site in sites:
         rule = site.gate.routing
-        closed = rule.score == "sigmoid" or (rule.score == "softmax" and rule.normalize)
-        if type(site.gate) is not Router or not rule.correction or rule.after or not closed:
+        why = ""
+        if type(site.gate) is not Router or not rule.correction or rule.after:
+            why = "has no bias for the choice alone, so a new expert would be chosen by some tokens"
+        elif rule.score != "sigmoid":
+            why = f"scores by {rule.score}, in which a new expert changes every other's choice"
+        if why:
             raise ConfigError(
-                f"{kind}'s router has no bias for the choice alone, so a new expert would change outputs",
-                next=f"take a family that has one: {WITH_BIAS}",
+                f"experts cannot be added to a {kind} without a change: its router {why}",
+                next=f"take a family with sigmoid scores and a bias: {WITH_BIAS}",
             )
 
 
@@ -168,7 +173,9 @@ def _of_site(site: Site, manifest: Manifest, rules: Any, added: int, change: Cha
         "gate": (f"{site.name}.gate.weight", tuple(site.gate.weight.shape)),
         "bias": (f"{site.name}.gate.e_score_correction_bias", _bias_shape(site)),
     }
-    stored = {part: tensor_sources(*of, rules, disk)[0].name for part, of in names.items()}
+    stored = {
+        part: tensor_sources(param, shape, rules, disk)[0].name for part, (param, shape) in names.items()
+    }
     missing = [name for name in stored.values() if name not in disk]
     if missing:
         raise CheckpointError(f"{missing[0]} is not in the files", next="get the checkpoint again")
@@ -241,15 +248,16 @@ def _projection(
     if not before[0].index:
         info = disk[before[0].name]
         return Grown([_stack(info, before[0].transposed, projection, parents, change, site)], stored)
-    by_index = {source.index: disk[source.name] for source in before}
+    # expert by expert, with the same matrices of each
+    each = len(before) // old
     made: list[Made] = []
-    for source in after:
-        expert = source.index[0]
-        assert isinstance(expert, int)
+    for number, source in enumerate(after):
+        expert, matrix = divmod(number, each)
         if expert < old:
-            made.append(copied(by_index[source.index].name, by_index[source.index]))
+            info = disk[before[number].name]
+            made.append(copied(info.name, info))
             continue
-        info = by_index[(parents[expert - old], *source.index[1:])]
+        info = disk[before[parents[expert - old] * each + matrix].name]
         name = name_on_disk(manifest.prefix, source.name)
         made.append(_single(name, info, change, f"{site.layer}.{expert}", _matrix(source, projection)))
     return Grown(made, stored)
