@@ -1,7 +1,7 @@
 """upcycle --add-experts: a mixture gets more experts and computes the same until they are opened.
 
-A router with a selection bias b chooses the K largest s + b, with scores s = sigmoid(W x) between 0 and 1, and weighs the
-chosen by their s alone. A new expert begins with
+A router with a selection bias b chooses the K largest s + b, with scores s = sigmoid(W x) between 0 and 1,
+and weighs the chosen by their s alone. A new expert begins with
 
     b_new < min(b_old) - 1,   so that   s_new + b_new < min(b_old) <= s_old + b_old   for every token:
 

@@ -393,6 +393,7 @@ class GroupReceipt(TypedDict, total=False):
     moved: Annotated[Real | None, of("L2 norm", "of the change of the trained parameters")]
     experts: Annotated[Int, of("experts", "routed experts of all layers")]
     experts_reached: Annotated[Int, of("experts", "experts that had a gradient")]
+    frozen_moved: Annotated[Int, of("rows", "that do not train, of weights that train in part, that moved")]
     output_change: Annotated[Real | None, of("change of a logit", "the largest; null where not measured")]
     rounding: Annotated[Real | None, of("change of a logit", "the change that rounding alone can make")]
     connected: Annotated[bool | None, of("yes or no", "true if it can change a logit; null: unknown")]

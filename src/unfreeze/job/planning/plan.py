@@ -304,7 +304,7 @@ def start_lines(
     )
     files = f"{decimal_bytes(start.nbytes)} in files" if start.tensors else "no weights yet"
     if trained.lora is None:
-        what = "every weight"
+        what = f"every weight{trained.begins}"
     else:
         ranks = f"rank {trained.lora.rank}" + (
             f", experts {trained.lora.experts_rank}" if trained.lora.experts_rank else ""
