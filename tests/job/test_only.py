@@ -12,8 +12,10 @@ from unfreeze.checkpoint import save_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.rows import Rows
+from unfreeze.data import Example, pack
 from unfreeze.models.only import _checksum, rows_of, train_only
 from unfreeze.models.publish import published
+from unfreeze.objectives.cross_entropy import cross_entropy
 
 V3 = {
     "model_type": "deepseek_v3",
@@ -64,30 +66,150 @@ def grown(request, tmp_path_factory) -> Path:
     return root / "more"
 
 
-def trained(model: Path, data: Path, out: Path, *more: object) -> Path:
-    command = ["sft", "--train", "all", "--model", model, "--data", data, "--out", out, "--quiet", "--steps", 14]
-    command += ["--tokens-per-step", 256, "--sequence-length", 128, "--learning-rate", "1e-2", *more]
-    command += ["--optimizer.weight-decay", 0.1, "--watch.samples", 0]
+def trained(model: Path, data: Path, out: Path, *more: object, steps: int = 14) -> Path:
+    command = ["sft", "--train", "all", "--model", model, "--data", data, "--out", out, "--quiet"]
+    command += ["--steps", steps, "--tokens-per-step", 256, "--sequence-length", 128, "--watch.samples", 0]
+    command += ["--learning-rate", "1e-2", "--optimizer.weight-decay", 0.1, *more]
     assert cli.main(list(map(str, command))) == 0
     return out
 
 
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def moved(before: Path, after: Path) -> set[str]:
+    first, last = tensors(before), tensors(after)
+    assert first.keys() == last.keys()
+    assert [last[name].dtype for name in first] == [tensor.dtype for tensor in first.values()]
+    return {name for name in first if not torch.equal(first[name], last[name])}
+
+
+def of_expert(number: int) -> set[str]:
+    return {f"model.layers.1.mlp.experts.{number}.{part}_proj.weight" for part in ("gate", "up", "down")}
+
+
+ROUTER, BIAS = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.e_score_correction_bias"
+ONLY = ("--training.only", "experts 4-5", "--optimizer.balance-rate", 0.15)
+
+
 def test_new_experts_open_and_train_while_nothing_else_moves(grown, chat_rows, tmp_path, read_events):
-    only = ["--training.only", "experts 4-5", "--optimizer.balance-rate", 0.15]
-    run = trained(grown, chat_rows, tmp_path / "run", *only)
-    before, after = (load_file(folder / "model.safetensors") for folder in (grown, run / "model"))
-    assert before.keys() == after.keys()
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    expected = {f"model.layers.1.mlp.experts.{e}.{p}_proj.weight" for e in (4, 5) for p in ("gate", "up", "down")}
-    router = "model.layers.1.mlp.gate.weight"
-    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert moved == expected | {router, bias}
-    assert torch.equal(before[router][:4], after[router][:4])
-    assert torch.equal(before[bias][:4], after[bias][:4])
-    loads = [event["expert_load"]["1"] for event in read_events(run, "step")]
-    assert sum(loads[0][4:]) == 0  # closed
-    assert min(loads[-1][4:]) > 0  # open
+    run = trained(grown, chat_rows, tmp_path / "run", *ONLY)
+    assert moved(grown, run / "model") == of_expert(4) | of_expert(5) | {ROUTER, BIAS}
+    before, after = tensors(grown), tensors(run / "model")
+    for name in (ROUTER, BIAS):
+        assert torch.equal(before[name][:4], after[name][:4])
+        assert not torch.equal(before[name][4:], after[name][4:])
+    loads = [event["expert_load"]["1"] for event in read_events(run, "train")]
+    assert sum(loads[0][4:]) == 0  # closed: min(b) - 1.0625, so eight updates of 0.15 before a token comes
+    assert sum(loads[-1][4:]) > 0
     group = json.loads((run / "receipt.json").read_text())["groups"]["experts"]
     assert group["experts"] == 6
     assert 1 <= group["experts_reached"] <= 2
+    assert group["parameters"] == 6 * 3 * 32 * 16
     assert group["frozen_moved"] == 0
+
+
+def test_without_it_the_old_experts_move(grown, chat_rows, tmp_path):
+    """The control arm: the same run without training.only."""
+    run = trained(grown, chat_rows, tmp_path / "run", "--optimizer.balance-rate", 0.15, steps=1)
+    changed = moved(grown, run / "model")
+    assert (of_expert(0) | of_expert(1) | of_expert(2) | of_expert(3)) & changed
+    assert "lm_head.weight" in changed
+    assert not torch.equal(tensors(grown)[BIAS][:4], tensors(run / "model")[BIAS][:4])
+
+
+def test_a_stopped_run_resumes_to_the_same_bits(grown, chat_rows, tmp_path):
+    steady = (*ONLY, "--optimizer.schedule", "constant")
+    parts = trained(grown, chat_rows, tmp_path / "parts", *steady, steps=9)
+    at_9 = tensors(parts / "model")
+    trained(grown, chat_rows, parts, *steady, "--save.allow-changed", "training.steps", steps=12)
+    once = trained(grown, chat_rows, tmp_path / "once", *steady, steps=12)
+    assert moved(once / "model", parts / "model") == set()
+    assert not torch.equal(at_9[BIAS], tensors(parts / "model")[BIAS])
+
+
+def moe_of(config: dict) -> models.Decoder:
+    torch.manual_seed(0)
+    model = models.build(models.shape(config), dtype=torch.float32, device="cpu")
+    models.initialize(model, 0)
+    return model
+
+
+def test_gradients_are_the_rows_of_the_whole_models():
+    """The trained rows get the gradient that they have in a model that trains in full."""
+    whole, part = moe_of(V3), moe_of(V3)
+    train_only(part, Rows(1, 3, 4))
+    documents = [Example(list(range(3, 15)), [1.0] * 12), Example(list(range(40, 49)), [1.0] * 9)]
+    for model in (whole, part):
+        hidden_TD = model.hidden(pack(documents), recompute=models.plain)
+        cross_entropy(hidden_TD, model.lm_head, pack(documents)).sum.backward()
+    full = dict(whole.named_parameters())
+    for name, parameter in part.named_parameters():
+        rows = name.endswith(("gate_up_proj.weight", "down_proj.weight", "mlp.gate.weight"))
+        if not parameter.requires_grad:
+            assert parameter.grad is None
+            continue
+        assert rows
+        assert len(parameter) == 2
+        assert torch.equal(parameter.grad, full[name].grad[1:3])
+        assert parameter.grad.any()
+
+
+def test_a_checksum_sees_one_bit_of_one_number():
+    weight = torch.randn(3, 4)
+    before = _checksum(weight)
+    assert _checksum(weight.clone()) == before
+    weight.view(torch.int32)[1, 2] ^= 1
+    assert _checksum(weight) != before
+
+
+def test_a_receipt_names_a_frozen_expert_that_moved():
+    from unfreeze.models.only import divided
+
+    model = moe_of(V3)
+    train_only(model, Rows(2, 4, 4))
+    parts = dict(divided(model))
+    before = {name: part.checksums() for name, part in parts.items()}
+    part = parts["model.layers.1.mlp.experts.down_proj.weight"]
+    part.whole[3] += 1  # trains: not counted
+    assert {name: part.checksums() for name, part in parts.items()} == before
+    part.whole[1] *= 0.999  # decayed, as a planted bug would
+    now = part.checksums()
+    assert [
+        a != b for a, b in zip(before["model.layers.1.mlp.experts.down_proj.weight"], now, strict=True)
+    ] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("expert 3", "is not known"),
+        ("experts 3-1", "experts are 0 to 7"),
+        ("experts 4-8", "experts are 0 to 7"),
+        ("", "is not known"),
+    ],
+)
+def test_other_words_are_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        rows_of(words, 8)
+
+
+def test_ranges_and_single_experts_are_read():
+    assert rows_of("experts 4-7", 8) == Rows(4, 8, 8)
+    assert rows_of("experts 5", 8) == Rows(5, 6, 8)
+    with pytest.raises(ConfigError, match="has no experts"):
+        rows_of("experts 5", 0)
+
+
+def test_closed_experts_that_nothing_opens_are_refused(grown, chat_rows, tmp_path, capsys):
+    command = ["sft", "--train", "all", "--model", grown, "--data", chat_rows, "--out", tmp_path / "run"]
+    command += ["--training.only", "experts 4-5", "--steps", 1]
+    assert cli.main(list(map(str, command))) == 2
+    assert "experts 4-5 are closed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", [("--training.only", "experts 1"), ("--optimizer.balance-rate", "0.1")])
+def test_adapters_take_neither(chat_rows, flag, capsys):
+    assert cli.main(["sft", "--model", str(TINY_K2), "--data", str(chat_rows), *flag]) == 2
+    assert "adapters train" in capsys.readouterr().err

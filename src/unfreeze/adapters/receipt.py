@@ -480,9 +480,10 @@ def _base_parameters(model: nn.Module) -> dict[str, int]:
         every = numbers if rows is None else numbers // len(rows) * rows.of
         counts[group_of(name)] = counts.get(group_of(name), 0) + every
 
+    whole = {name: part.whole.numel() for name, part in divided(model)}
     for name, parameter in model.named_parameters():  # named_parameters lists a tied parameter once
         if ".adapter." not in name:
-            add(name, parameter.numel())
+            add(name, whole.get(name, parameter.numel()))
     for name, module in model.named_modules():
         if isinstance(module, PackedHolder) and module.codec is not None:
             add(name, module.packed.numel)
