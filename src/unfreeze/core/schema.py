@@ -379,10 +379,7 @@ class GapEvent(CommonFields):
 
 
 class GroupReceipt(TypedDict, total=False):
-    """Learning in one group of modules.
-
-    Details: make_receipt in `src/unfreeze/adapters/receipt.py`.
-    """
+    """Learning in one group of modules; see make_receipt in `src/unfreeze/adapters/receipt.py`."""
 
     parameters: Annotated[Int, of("parameters", "base weights; a packed 4-bit weight counts as one")]
     trained: Annotated[Int | bool, of("parameters", "trained parameters; 0: frozen")]

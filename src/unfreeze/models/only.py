@@ -52,7 +52,7 @@ def train_only(model: Decoder, rows: Rows) -> None:
     if model.exchanges:
         raise ConfigError(
             "training.only needs all experts on every process",
-            next="start one process, or remove training.only",
+            next="leave out --place.weights and --place.share, or start one process",
         )
     model.requires_grad_(False)
     for moe in model.moe_layers().values():
