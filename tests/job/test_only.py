@@ -8,14 +8,16 @@ import torch
 from safetensors.torch import load_file
 
 from unfreeze import cli, models
-from unfreeze.checkpoint import save_checkpoint
+from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.rows import Rows
 from unfreeze.data import Example, pack
+from unfreeze.job.only import OnlyExperts
 from unfreeze.models.only import _checksum, rows_of, train_only
 from unfreeze.models.publish import published
 from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.parallel.plan import model_of
 
 V3 = {
     "model_type": "deepseek_v3",
@@ -154,6 +156,21 @@ def test_gradients_are_the_rows_of_the_whole_models():
         assert len(parameter) == 2
         assert torch.equal(parameter.grad, full[name].grad[1:3])
         assert parameter.grad.any()
+
+
+def test_the_plan_counts_what_trains(grown, chat_rows, tmp_path):
+    manifest = open_checkpoint(grown)
+    sizes = model_of(models.shape(manifest.config), manifest, None, torch.float32, torch.device("cpu"))
+    planned = OnlyExperts("experts 4-5", 0.1).planned(sizes).sizes
+    train_only(model := moe_of(manifest.config), Rows(4, 6, 6))
+    assert planned.elements == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert planned.passing == 6 * 3 * 32 * 16
+    whole, part = (
+        trained(grown, chat_rows, tmp_path / name, "--optimizer.balance-rate", 0.15, *more, steps=1)
+        for name, more in (("whole", ()), ("part", ONLY[:2]))
+    )
+    terms = [json.loads((run / "plan.json").read_text())["terms"] for run in (whole, part)]
+    assert terms[1]["optimizer"] < 0.1 * terms[0]["optimizer"]
 
 
 def test_a_checksum_sees_one_bit_of_one_number():

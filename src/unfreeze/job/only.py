@@ -6,6 +6,7 @@ The frozen weights of the written checkpoint are the bytes of the one that the r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.config.tables import Training
     from unfreeze.models import Decoder
+    from unfreeze.parallel.plan import PlannedModel
     from unfreeze.train.balance import LossFreeBalance
     from unfreeze.train.state import State
 
@@ -67,6 +69,23 @@ class OnlyExperts(AllWeights):
                 f"training.only = {self._words!r} needs a trained model, but {manifest.path} has no weights",
                 next="remove training.only",
             )
+
+    def planned(self, model: PlannedModel) -> PlannedModel:
+        """The model with the weights counted that train; a layer's experts get their gradient whole first."""
+        from unfreeze.models.only import rows_of
+
+        moes, rows = model.meta.moe_layers(), rows_of(self._words, model.shape.num_experts)
+        stacks = {layer: sum(w.numel() for w in moe.experts.parameters()) for layer, moe in moes.items()}
+        each = {  # an expert and its row of the router
+            layer: stacks[layer] // rows.of + moe.gate.weight.shape[1] for layer, moe in moes.items()
+        }
+        sizes = replace(
+            model.sizes,
+            elements=len(rows) * sum(each.values()),
+            last_elements=len(rows) * each.get(0, 0),
+            passing=max(stacks.values()),
+        )
+        return replace(model, sizes=sizes)
 
     def attach(self, model: Decoder) -> None:
         """Freeze all else. Raises ConfigError for closed experts that nothing would open."""

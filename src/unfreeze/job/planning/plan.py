@@ -118,7 +118,7 @@ class Planning:
         from unfreeze.parallel.plan import model_of
 
         dtype = getattr(torch, computed_here(self.config, self.device).memory.dtype)
-        return model_of(self.shape, self.start, self.trained.lora, dtype, self.device)
+        return self.trained.planned(model_of(self.shape, self.start, self.trained.lora, dtype, self.device))
 
     @cached_property
     def _work(self) -> Work:
