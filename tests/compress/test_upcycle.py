@@ -1,7 +1,9 @@
 """unfreeze upcycle: transformers' logits of both folders are the same, and its control arms are not."""
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -297,3 +299,71 @@ def test_a_quantized_model_is_refused_with_the_remedy(bases, tmp_path, capsys):
         said = refused(capsys, bases[name], "--out", tmp_path / "out", "--add-experts", 2)
         assert "is quantized" in said
         assert "--to bf16" in said
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.compress.test_upcycle import killed
+killed(Path(sys.argv[2]), Path(sys.argv[3]))
+"""
+FLAGS = ("--experts", 4, "--noise", 0.1)
+
+
+def killed(model: Path, out: Path) -> None:
+    """The command in a process that is killed in the middle of its third file."""
+    upcycle.made_files.__defaults__ = (150_000,)
+    put, files = upcycle.Shard.put, set()
+
+    def then_die(shard: upcycle.Shard, name: str, *more: object) -> None:
+        put(shard, name, *more)
+        files.add(shard.path)
+        if len(files) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    upcycle.Shard.put = then_die
+    upcycled(model, out, *FLAGS)
+
+
+def test_a_killed_upcycle_goes_on(tmp_path, forkserver, monkeypatch):
+    model, out = random_model(tmp_path / "dense", "Llama", {}), tmp_path / "out"
+    assert forkserver.run(["-c", KILLED, Path(__file__).parents[2], model, out]).returncode == -9
+    there = {path: path.stat().st_ino for path in out.glob("*.safetensors")}
+    assert there
+    assert list(out.glob(".*.unfinished-*"))
+    assert not (out / "config.json").exists()
+    monkeypatch.setattr("unfreeze.compress.upcycle.made_files.__defaults__", (150_000,))
+    upcycled(model, out, *FLAGS)
+    upcycled(model, tmp_path / "at once", *FLAGS)
+    assert {path: path.stat().st_ino for path in there} == there
+    assert not list(out.glob(".*.unfinished-*"))
+    for file in (tmp_path / "at once").glob("*.safetensors"):
+        assert file.read_bytes() == (out / file.name).read_bytes()
+
+
+def test_no_more_than_a_matrix_is_in_memory_at_once(tmp_path, monkeypatch):
+    """Experts are written matrix by matrix, of a stack too; copies go in pieces."""
+    put, sizes = upcycle.Shard.put, []
+
+    def watched(shard: upcycle.Shard, name: str, tensor: torch.Tensor, *more: int) -> None:
+        sizes.append(tensor.numel())
+        put(shard, name, tensor, *more)
+
+    monkeypatch.setattr("unfreeze.compress.upcycle.Shard.put", watched)
+    upcycled(random_model(tmp_path / "dense", "Qwen2", {}), tmp_path / "moe", "--noise", 0.1)
+    assert max(sizes) == 64 * 96
+    glm = random_model(tmp_path / "glm", *("Glm4Moe", MOE | BIASED["glm4_moe"][1]))
+    sizes.clear()
+    upcycled(glm, tmp_path / "more", "--add-experts", 8, "--noise", 0.1)
+    assert max(sizes) == 64 * 32
+
+
+def test_a_full_disk_is_seen_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    model = random_model(tmp_path / "dense", "Llama", {})
+    monkeypatch.setattr(
+        "unfreeze.compress.shards.shutil.disk_usage", lambda _: type("", (), {"free": 100_000})
+    )
+    said = refused(capsys, model, "--out", tmp_path / "moe")
+    assert "disk: 1 files take" in said
+    assert not (tmp_path / "moe").exists()
