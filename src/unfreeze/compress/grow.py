@@ -47,7 +47,7 @@ MARGIN = 1 / 16
 """Distance of a closed expert's bias below min(b) - 1: more than float32 rounds of numbers near it."""
 COUNTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 """Names of the number of experts in config.json."""
-WITH_BIAS = "deepseek_v3, kimi_k2, glm4_moe, minimax_m2, lfm2_moe"
+WITH_BIAS = "deepseek_v3, kimi_k2, glm4_moe, minimax_m2, mimo_v2_flash, nemotron_h, lfm2_moe"
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,15 @@ def refuse_open(sites: list[Site], manifest: Manifest) -> None:
     for site in sites:
         rule = site.gate.routing
         why = ""
-        if type(site.gate) is not Router or not rule.correction or rule.after:
-            why = "has no bias for the choice alone, so a new expert would be chosen by some tokens"
+        if not rule.correction or rule.after:
+            why = "has no bias for the choice alone, so some token would choose a new one"
         elif rule.score != "sigmoid":
-            why = f"scores by {rule.score}, in which a new expert changes every other's choice"
+            why = f"scores by {rule.score}, so a new one could change the others' choice"
+        elif type(site.gate) is not Router:
+            why = "has other numbers for each expert"
         if why:
             raise ConfigError(
-                f"experts cannot be added to a {kind} without a change: its router {why}",
+                f"experts cannot be added to {kind} unchanged: its router {why}",
                 next=f"take a family with sigmoid scores and a bias: {WITH_BIAS}",
             )
 
