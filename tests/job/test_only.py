@@ -1,6 +1,9 @@
 """training.only: some experts train and nothing else moves, not a bit of it, not by weight decay either."""
 
 import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,11 +71,15 @@ def grown(request, tmp_path_factory) -> Path:
     return root / "more"
 
 
-def trained(model: Path, data: Path, out: Path, *more: object, steps: int = 14) -> Path:
+def flags_of(model: Path, data: Path, out: Path, *more: object, steps: int) -> list[str]:
     command = ["sft", "--train", "all", "--model", model, "--data", data, "--out", out, "--quiet"]
     command += ["--steps", steps, "--tokens-per-step", 256, "--sequence-length", 128, "--watch.samples", 0]
     command += ["--learning-rate", "1e-2", "--optimizer.weight-decay", 0.1, *more]
-    assert cli.main(list(map(str, command))) == 0
+    return list(map(str, command))
+
+
+def trained(model: Path, data: Path, out: Path, *more: object, steps: int = 14) -> Path:
+    assert cli.main(flags_of(model, data, out, *more, steps=steps)) == 0
     return out
 
 
@@ -129,6 +136,22 @@ def test_a_stopped_run_resumes_to_the_same_bits(grown, chat_rows, tmp_path):
     once = trained(grown, chat_rows, tmp_path / "once", *steady, steps=12)
     assert moved(once / "model", parts / "model") == set()
     assert not torch.equal(at_9[BIAS], tensors(parts / "model")[BIAS])
+
+
+@pytest.mark.nightly
+def test_two_processes_train_them_as_one(grown, chat_rows, tmp_path):
+    more = ["--memory.micro-batches", 2]
+    one = trained(grown, chat_rows, tmp_path / "one", *ONLY, *more, steps=10)
+    flags = flags_of(grown, chat_rows, tmp_path / "two", *ONLY, *more, steps=10)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    start = f"-m torch.distributed.run --nproc-per-node 2 --master-port {port} -m unfreeze".split()
+    subprocess.run([sys.executable, *start, *flags], check=True, timeout=200)
+    first, second = tensors(one / "model"), tensors(tmp_path / "two" / "model")
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5)
+    assert moved(grown, tmp_path / "two" / "model") == of_expert(4) | of_expert(5) | {ROUTER, BIAS}
 
 
 def moe_of(config: dict) -> models.Decoder:

@@ -170,7 +170,7 @@ class Grown:
 
 def _of_site(site: Site, manifest: Manifest, rules: Any, added: int, change: Change) -> Iterator[Grown]:
     """The tensors of a mixture: experts, router, selection bias."""
-    disk, old = manifest.by_model_name(), site.experts.num_experts
+    disk = manifest.by_model_name()
     names = {
         "gate": (f"{site.name}.gate.weight", tuple(site.gate.weight.shape)),
         "bias": (f"{site.name}.gate.e_score_correction_bias", _bias_shape(site)),
@@ -186,19 +186,28 @@ def _of_site(site: Site, manifest: Manifest, rules: Any, added: int, change: Cha
     bias_new = torch.cat(
         [bias, torch.full_like(bias[..., :1], closed(bias)).expand(*bias.shape[:-1], added)], -1
     )
-    gate = stored_tensor(disk[stored["gate"]])
-    rows = [
-        beside_parent(gate[parent], change.seed, site.layer, old + number)
-        for number, parent in enumerate(parents)
-    ]
-    gate_new = torch.cat([gate, torch.stack(rows).to(gate.dtype)])
     yield Grown(
-        [put(disk[stored["gate"]].name, gate_new), put(disk[stored["bias"]].name, bias_new)],
+        [_router(disk[stored["gate"]], site, parents, change), put(disk[stored["bias"]].name, bias_new)],
         set(stored.values()),
     )
     for projection in (site.experts.first, "down_proj"):
         weight = getattr(site.experts, projection).weight
         yield _projection(site, projection, tuple(weight.shape), manifest, rules, parents, change)
+
+
+def _router(info: TensorInfo, site: Site, parents: list[int], change: Change) -> Made:
+    """The router's rows, then one beside its parent's for each new expert."""
+    old, width = info.shape
+
+    def write(shard: Shard) -> None:
+        gate = stored_tensor(info)
+        rows = [
+            beside_parent(gate[parent], change.seed, site.layer, old + number)
+            for number, parent in enumerate(parents)
+        ]
+        shard.put(info.name, torch.cat([gate, torch.stack(rows).to(gate.dtype)]))
+
+    return Made(info.name, (info.dtype, (old + len(parents), width)), write)
 
 
 def _bias_shape(site: Site) -> tuple[int, ...]:
