@@ -53,7 +53,6 @@ LOOK = {
     ),
     "report": Command("unfreeze.commands.report", "report RUN", "HTML report and summary of a run"),
     "compare": Command("unfreeze.commands.compare", "compare RUN RUN …", "several runs side by side"),
-    "data": Command("unfreeze.commands.data", "data show F --model M", "the data as the model will see it"),
     "reward": Command(
         "unfreeze.commands.reward", "reward show my.py", "answers with their rewards, before training"
     ),

@@ -333,7 +333,7 @@ def test_the_disk_is_asked_first_and_only_for_what_is_left(bases, adapter, mergi
 
     def disk(free):
         monkeypatch.setattr(
-            "unfreeze.compress.merge.shutil.disk_usage", lambda _: type("", (), {"free": free})
+            "unfreeze.compress.shards.shutil.disk_usage", lambda _: type("", (), {"free": free})
         )
 
     disk(size // 2)

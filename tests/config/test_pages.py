@@ -22,7 +22,8 @@ PAGES = sorted(
 )
 OWN = {  # a command's own flag of such a name
     "samples": r"data show|`--samples`: documents",
-    "top-k": r"unfreeze (?:chat|generate)",
+    "top-k": r"unfreeze (?:chat|generate|upcycle)",
+    "experts": r"unfreeze upcycle",
     "adapters": r"unfreeze chat",
 }
 

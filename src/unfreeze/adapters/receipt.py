@@ -36,6 +36,7 @@ from unfreeze.models import Decoder
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import PackedHolder
 from unfreeze.models.groups import GROUPS, INDEXER, group_of
+from unfreeze.models.only import divided
 
 # AdamW's epsilon: a smaller gradient moves a weight by less than half the learning rate, which may round away
 TINY = 1e-8
@@ -73,6 +74,7 @@ class Receipt:
         self._model, self._weights = model, {**parameters, **(weights or {})}
         self._gradient: Gradient = gradient or (lambda name: parameters[name].grad)
         self._before, self._reach = snapshot(self._weights), Reach(model)
+        self._frozen = {name: part.checksums() for name, part in divided(model)}
 
     def pass_over(self) -> None:
         """Skip the last step, which had no gradient or no update and proves nothing; wait for the next."""
@@ -85,24 +87,39 @@ class Receipt:
         """
         if sum_ is not None:
             self._reach.over_processes(sum_, self._model.device)
-        over = Over(sum_, part, self._model.device)
+        trained = {name: own.rows for name, own in divided(self._model)}
+        over = Over(sum_, part, self._model.device, trained)
         taken = make_receipt(
             self._model, self._weights, self._gradient, self._before, self._reach, probe, over
         )
+        for name, own in divided(self._model):
+            entry = taken.groups[group_of(name)]
+            moved = sum(a != b for a, b in zip(self._frozen[name], own.checksums(), strict=True))
+            entry["frozen_moved"] = entry.get("frozen_moved", 0) + moved
         self._reach.close()
         self._before = Snapshot()
         return taken
 
 
 class Over:
-    """The processes of a receipt; by default each holds everything."""
+    """The processes of a receipt; by default each holds everything.
 
-    def __init__(self, sum_: Sum | None = None, part: Part | None = None, device: torch.device | str = "cpu"):
-        self._sum, self._part, self._device = sum_, part, device
+    trained: parameter name -> its rows, for weights of which only some rows train (models/only.py).
+    """
+
+    def __init__(
+        self,
+        sum_: Sum | None = None,
+        part: Part | None = None,
+        device: torch.device | str = "cpu",
+        trained: Mapping[str, Rows] | None = None,
+    ):
+        self._sum, self._part, self._device, self.trained = sum_, part, device, trained or {}
 
     def part(self, name: str) -> tuple[Rows | None, int]:
         """(local rows of the parameter, copies); a replicated parameter is counted by one process."""
-        return (None, 1) if self._part is None else self._part(name)
+        rows, copies = (None, 1) if self._part is None else self._part(name)
+        return self.trained.get(name, rows), copies
 
     def sums(self, numbers: Sequence[float]) -> list[float]:
         """Each number summed over the processes."""
@@ -163,6 +180,7 @@ def make_receipt(
                    were too large to copy
     rounding       the output_change that rounding alone may cause: half a unit in the last place of the
                    largest logit, in the computation's dtype
+    frozen_moved   rows of partly trained weights that do not train and whose bits changed: 0, or a fault
     connected      False if the logits stay the same even with the adapter multiplied by 4,096. None if
                    unknown: no probe, no matrix of the group reached, fully trained weights whose first step
                    changes no logit, or the indexer, which only chooses keys
@@ -231,6 +249,10 @@ def _measured(
             if site not in sites:
                 none = torch.zeros(count, dtype=torch.bool, device=weight.device)
                 reached = reach.of(owner, count, weight.device, bias=site.endswith(".bias"))
+                if name in over.trained and group == "experts":
+                    mine = torch.zeros_like(reached)
+                    mine[here] = True
+                    reached = reached & mine
                 sites[site] = ReceiptSite(group, site, reached, none, none.clone(), none.clone())
             if g is not None and part.numel():
                 largest = part.flatten(1).abs().amax(1).float()
@@ -458,9 +480,10 @@ def _base_parameters(model: nn.Module) -> dict[str, int]:
         every = numbers if rows is None else numbers // len(rows) * rows.of
         counts[group_of(name)] = counts.get(group_of(name), 0) + every
 
+    whole = {name: part.whole.numel() for name, part in divided(model)}
     for name, parameter in model.named_parameters():  # named_parameters lists a tied parameter once
         if ".adapter." not in name:
-            add(name, parameter.numel())
+            add(name, whole.get(name, parameter.numel()))
     for name, module in model.named_modules():
         if isinstance(module, PackedHolder) and module.codec is not None:
             add(name, module.packed.numel)

@@ -38,6 +38,7 @@ MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
 MERGE = "merge.json"  # progress of unfreeze merge in a folder; config.json comes last
+UPCYCLE = "upcycle.json"  # of unfreeze upcycle
 MODELOPT = "hf_quant_config.json"
 BESIDE = (MODELOPT, "quantize_config.json", "quant_config.json", "quantization_config.json")
 """Files beside config.json with the quantization of older releases: NVIDIA's, AutoGPTQ's, autoawq's,
@@ -160,11 +161,12 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
                 f"{folder} is a training run, not a checkpoint",
                 next=f"{ways}; or unfreeze report {folder}, unfreeze chat {folder}",
             )
-        if (folder / MERGE).is_file():
-            raise CheckpointError(
-                f"{folder} is a merge that was stopped: it has {MERGE} and no config.json yet",
-                next="give the same merge command again; it continues where it stopped",
-            )
+        for file, noun in ((MERGE, "a merge"), (UPCYCLE, "an upcycle")):
+            if (folder / file).is_file():
+                raise CheckpointError(
+                    f"{folder} is {noun} that was stopped: it has {file} and no config.json yet",
+                    next=f"give the same {noun.split()[-1]} command again; it continues where it stopped",
+                )
         raise CheckpointError(
             f"{folder} has no config.json", next="give the folder that holds config.json and *.safetensors"
         )

@@ -47,6 +47,12 @@ class Optimizer(tables.Optimizer):
     learning_rate: float = Field(
         default=2e-4, gt=0, description="peak learning rate; with train = all the default is 2e-5"
     )
+    balance_rate: float = Field(
+        default=0.0,
+        ge=0,
+        description="bias update speed of loss-free load balancing, with train = all; 0: none",
+        json_schema_extra=about("Learning", since="0.2"),
+    )
 
 
 class Config(TrainingConfig):
@@ -84,6 +90,12 @@ class Config(TrainingConfig):
                     " lora.targets names it",
                     next="remove training.indexer, and give --lora.targets all-linear indexer",
                 )
+            for name in ("training.only", "optimizer.balance_rate"):
+                if fields.get(name):
+                    raise ConfigError(
+                        f"{name} is for all weights, but adapters train",
+                        next=f"--train all, or remove {name}",
+                    )
             if fields.get("lora", True) is None:
                 raise ValueError('train = "adapters" needs [lora]; its defaults are an empty table')
             return _continued(fields)

@@ -217,6 +217,14 @@ class Training(Frozen):
         ),
         json_schema_extra=about("Learning", was="indexer", since="0.2"),
     )
+    only: str = Field(
+        default="",
+        description=(
+            'train some experts of a mixture and freeze all else, as "experts 8-15"; pretrain, or sft with'
+            " train = all"
+        ),
+        json_schema_extra=about("Learning", since="0.2"),
+    )
 
 
 class Optimizer(Frozen):

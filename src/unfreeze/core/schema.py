@@ -379,10 +379,7 @@ class GapEvent(CommonFields):
 
 
 class GroupReceipt(TypedDict, total=False):
-    """Learning in one group of modules.
-
-    Details: make_receipt in `src/unfreeze/adapters/receipt.py`.
-    """
+    """Learning in one group of modules; see make_receipt in `src/unfreeze/adapters/receipt.py`."""
 
     parameters: Annotated[Int, of("parameters", "base weights; a packed 4-bit weight counts as one")]
     trained: Annotated[Int | bool, of("parameters", "trained parameters; 0: frozen")]
@@ -393,6 +390,7 @@ class GroupReceipt(TypedDict, total=False):
     moved: Annotated[Real | None, of("L2 norm", "of the change of the trained parameters")]
     experts: Annotated[Int, of("experts", "routed experts of all layers")]
     experts_reached: Annotated[Int, of("experts", "experts that had a gradient")]
+    frozen_moved: Annotated[Int, of("rows", "that do not train, of weights that train in part, that moved")]
     output_change: Annotated[Real | None, of("change of a logit", "the largest; null where not measured")]
     rounding: Annotated[Real | None, of("change of a logit", "the change that rounding alone can make")]
     connected: Annotated[bool | None, of("yes or no", "true if it can change a logit; null: unknown")]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
     from unfreeze.models import Decoder
+    from unfreeze.parallel.plan import PlannedModel
     from unfreeze.parallel.processes.mesh import Mesh
     from unfreeze.train.state import State
 
@@ -52,6 +53,10 @@ class Adapters:
 
     def check(self, manifest: Manifest) -> None:
         """Accept any model: adapters work with packed weights too."""
+
+    def planned(self, model: PlannedModel) -> PlannedModel:
+        """The model that the plan counts: as it is."""
+        return model
 
     def attach(self, model: Decoder) -> None:
         from unfreeze.adapters import attach
@@ -175,6 +180,10 @@ class AllWeights:
                 f"{manifest.path}: {strange[0].name} is {strange[0].dtype}, which cannot be written back",
                 next=ADAPTERS,
             )
+
+    def planned(self, model: PlannedModel) -> PlannedModel:
+        """The model that the plan counts: as it is, every weight trains."""
+        return model
 
     def attach(self, model: Decoder) -> None:
         """Let indexers train, if they should: the other parameters already require gradients."""

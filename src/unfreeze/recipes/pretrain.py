@@ -7,20 +7,15 @@ names are rounded to INT4 at the end, as Kimi-K2's are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unfreeze.config.parse import parse
 from unfreeze.config.pretrain import Config
 from unfreeze.core.command import Common
 from unfreeze.job import job
 from unfreeze.job.end.folder import typed
+from unfreeze.job.only import all_weights, balanced
 from unfreeze.job.parts import Parts
-from unfreeze.job.trained import AllWeights
-
-if TYPE_CHECKING:
-    from unfreeze.models import Decoder
-    from unfreeze.train.balance import LossFreeBalance
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -41,20 +36,12 @@ def parts(config: Config) -> Parts:
     """Return the Parts of pretraining: loss on every token, all weights trained, experts balanced."""
     from unfreeze.objectives.cross_entropy import cross_entropy
 
-    rate = config.optimizer.balance_rate
-
-    def balance(model: Decoder) -> Sequence[LossFreeBalance]:
-        from unfreeze.train.balance import LossFreeBalance
-
-        biased = any(hasattr(moe.gate, "e_score_correction_bias") for moe in model.moe_layers().values())
-        return (LossFreeBalance(model, rate),) if biased and rate else ()
-
     return Parts(
         recipe="pretrain",
-        trained=AllWeights(indexer=config.training.indexer == "trained"),
+        trained=all_weights(config.training, config.optimizer.balance_rate),
         objective=cross_entropy,
         start=job.open_start,
         encoding={"supervise": "all"},
-        after_update=balance,
+        after_update=balanced(config.optimizer.balance_rate, config.training.only),
         chat=False,
     )

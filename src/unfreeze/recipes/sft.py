@@ -17,8 +17,9 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import CheckpointError
 from unfreeze.job import job
 from unfreeze.job.end.folder import typed
+from unfreeze.job.only import all_weights, balanced
 from unfreeze.job.parts import Parts
-from unfreeze.job.trained import Adapters, AllWeights, Continued, Trained
+from unfreeze.job.trained import Adapters, Continued, Trained
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
@@ -46,6 +47,7 @@ def parts(config: Config) -> Parts:
         recipe="sft",
         trained=_trained(config),
         objective=cross_entropy,
+        after_update=balanced(config.optimizer.balance_rate, config.training.only),
         start=job.open_weights if not config.adapter else partial(_base_weights, config.adapter),
         encoding={"turns": config.data.turns, "reasoning": config.data.reasoning},
     )
@@ -66,7 +68,7 @@ def _base_weights(adapter: str, model: str, common: Common) -> Manifest:
 
 def _trained(config: Config) -> Trained:
     if config.lora is None:
-        return AllWeights(indexer=config.training.indexer == "trained")
+        return all_weights(config.training, config.optimizer.balance_rate)
     if config.adapter:
         return Continued(config.lora, config.seed, config.adapter)
     return Adapters(config.lora, config.seed)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unfreeze.core.batch import send
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.rows import Rows
 from unfreeze.models import Decoder
 
 
@@ -34,11 +35,13 @@ class LossFreeBalance:
     train/fit.py calls this after the weight update, with the tokens per expert of *all* micro-batches of the
     step: not once per micro-batch, not in evaluation, and recomputation doesn't count (docs/why/trust.md M2).
     `num_updates` counts its updates in this process.
+    rows: the only experts whose bias moves; None: all.
     A rate of 0.001 changes a sigmoid score's rank slowly; tiny models trained for few steps need about 0.01.
     """
 
-    def __init__(self, model: Decoder, rate: float = 0.001):
+    def __init__(self, model: Decoder, rate: float = 0.001, rows: Rows | None = None):
         self.rate = rate
+        self._rows = slice(None) if rows is None else rows.slice
         self.num_updates = 0
         biases = {
             layer: getattr(moe.gate, "e_score_correction_bias", None)
@@ -63,9 +66,8 @@ class LossFreeBalance:
     def __call__(self, expert_load: Mapping[int, Sequence[int]]) -> None:
         for layer, bias_E in self.biases.items():
             load_E = torch.tensor(expert_load[layer], dtype=torch.float64)
-            bias_E.add_(
-                send((load_E.mean() - load_E).sign().to(bias_E.dtype), bias_E.device), alpha=self.rate
-            )
+            step_E = send((load_E.mean() - load_E).sign().to(bias_E.dtype), bias_E.device)
+            bias_E[..., self._rows].add_(step_E[self._rows], alpha=self.rate)
         self.num_updates += 1
 
     def tensors(self) -> dict[str, Tensor]:

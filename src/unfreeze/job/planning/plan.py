@@ -118,7 +118,7 @@ class Planning:
         from unfreeze.parallel.plan import model_of
 
         dtype = getattr(torch, computed_here(self.config, self.device).memory.dtype)
-        return model_of(self.shape, self.start, self.trained.lora, dtype, self.device)
+        return self.trained.planned(model_of(self.shape, self.start, self.trained.lora, dtype, self.device))
 
     @cached_property
     def _work(self) -> Work:
@@ -304,7 +304,7 @@ def start_lines(
     )
     files = f"{decimal_bytes(start.nbytes)} in files" if start.tensors else "no weights yet"
     if trained.lora is None:
-        what = "every weight"
+        what = f"every weight{trained.begins}"
     else:
         ranks = f"rank {trained.lora.rank}" + (
             f", experts {trained.lora.experts_rank}" if trained.lora.experts_rank else ""

@@ -29,6 +29,7 @@ from unfreeze.kernels.recompute import Reuse
 from unfreeze.kernels.swiglu.activation import ClampedSwiGLU
 from unfreeze.models.blocks.bytes import Bytes
 from unfreeze.models.blocks.linear import PackedHolder
+from unfreeze.models.blocks.part import Part
 from unfreeze.models.blocks.recording import CannotRecord, Recording
 from unfreeze.quant.codec import Codec, Packed
 from unfreeze.quant.halves import stacked
@@ -55,6 +56,7 @@ class ExpertWeight(PackedHolder):
     ):
         super().__init__()
         self.codec = codec
+        self.part: Part | None = None  # set where only some experts train (models/only.py)
         if codec is None:
             shape = (num_experts, out_features, in_features)
             empty = torch.empty(shape, dtype=held or dtype, device=device)
@@ -63,6 +65,8 @@ class ExpertWeight(PackedHolder):
             self.register_packed(codec, out_features, in_features, (num_experts,), device)
 
     def value(self) -> Tensor | Packed:
+        if self.part is not None:
+            return self.part.joined(self.weight)
         return self.weight if self.codec is None else self.packed
 
     def dense_in(self, dtype: torch.dtype) -> bool:

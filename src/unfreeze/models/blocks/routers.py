@@ -21,6 +21,7 @@ from unfreeze.core.errors import CheckpointError
 from unfreeze.kernels.decode_step.experts import LOGITS, SIGMOID, SOFTMAX
 from unfreeze.kernels.decode_step.mixture import Choice, Routed, route
 from unfreeze.kernels.decode_step.program import Row
+from unfreeze.models.blocks.part import Part
 from unfreeze.models.blocks.recording import CannotRecord, Recording
 
 
@@ -94,6 +95,7 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
         self.top_k, self.routing = top_k, routing
+        self.part: Part | None = None  # set where only some experts train (models/only.py)
         bias = None
         if routing.correction:
             shape = (num_experts,) if routing.correction == "E" else (1, num_experts)
@@ -106,7 +108,11 @@ class Router(nn.Module):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """W x in float32, [T, E]."""
-        return F.linear(x_TD.float(), self.weight.float())
+        return F.linear(x_TD.float(), self.value().float())
+
+    def value(self) -> Tensor:
+        """W [E, D]."""
+        return self.weight if self.part is None else self.part.joined(self.weight)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """The scores [T, E] in float32."""
@@ -141,7 +147,7 @@ class Router(nn.Module):
         return route(to.program, self.record_logits(to, x), choice)
 
     def record_logits(self, to: Recording, x: Row) -> Row:
-        return to.program.linear(x, self.weight)
+        return to.program.linear(x, self.value())
 
     def per_expert(self) -> Tensor | None:
         """A factor of each expert's weight, [E]."""

@@ -21,7 +21,8 @@ class Sizes:
 
     base            bytes of parameters and buffers in memory (packed weights stay packed)
     expanded        the same with every packed weight expanded to the compute dtype
-    elements        number of weights: what trains if every weight trains
+    elements        number of weights that train without adapters: all, or those of training.only
+    passing         numbers of a gradient that is cut to the rows that train as it comes
     last_elements   of them, those whose gradients come last: of the first layer and, unless it is tied to
                     the head, of the embedding
     largest         weights of the largest tensor
@@ -72,6 +73,7 @@ class Sizes:
     cast_per_rank: int = 0
     elements: int = 0
     last_elements: int = 0
+    passing: int = 0
     largest: int = 0
     tables: int = 0
     forward: int = 0

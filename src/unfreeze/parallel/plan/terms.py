@@ -312,7 +312,7 @@ def _gradients(sizes: Sizes, layout: Layout, work: Work) -> tuple[int, int, int]
     half = sizes.compute_bytes < 4
     sums = sizes.elements * ({1: 0, 2: 2}.get(own_batches, 4) if half else 4 * (own_batches > 1))
     came = sizes.compute_bytes * (half or own_batches == 1)  # bytes per arriving number
-    arriving = sizes.elements * came
+    arriving = sizes.elements * came + sizes.passing * sizes.compute_bytes
     head, last = sizes.vocab_size * sizes.hidden_size * came, sizes.last_elements * came
     return sums + arriving, sums + min(head, arriving), sums + arriving - last
 
