@@ -21,8 +21,9 @@ out | run folder | output_dir output run_dir save_dir
 epochs | passes over the data | num_epochs num_train_epochs epoch n_epochs
 steps | optimizer steps | max_steps num_steps max_iters total_steps train_steps
 learning_rate | peak value | lr max_lr base_lr peak_lr
-optimizer.schedule | cosine, linear, constant or wsd | lr_scheduler lr_scheduler_type scheduler
-optimizer.warmup | a share of the steps, 0.03 for 3 % | warmup_ratio warmup_steps lr_warmup
+optimizer.schedule | cosine, linear, constant, wsd or one_cycle | lr_scheduler lr_scheduler_type scheduler
+optimizer.warmup | a share of the steps, 0.03 for 3 % | warmup_ratio warmup_steps lr_warmup pct_start
+optimizer.final | a share of the peak, 0.1 for a tenth | min_lr min_lr_ratio min_lr_rate
 optimizer.weight_decay | per unit of learning rate | wd
 optimizer.clip | limit of the global norm; 0: none | max_grad_norm gradient_clipping grad_clip clip_grad_norm
 tokens_per_step | tokens per optimizer step: about rows x their mean length |
@@ -198,6 +199,7 @@ dtype | fp16 float16 half | float16 is not built
 schedule | constant_with_warmup | it is called constant here, with --optimizer.warmup
 schedule | cosine_with_restarts polynomial inverse_sqrt | it is not built
 schedule | warmup_stable_decay | it is called wsd here
+schedule | onecycle OneCycleLR one-cycle | it is called one_cycle here
 train | lora qlora adapter peft | it is called adapters here
 train | full fft freeze | it is called all here: every weight
 loss | sigmoid | it is called dpo here

@@ -228,9 +228,12 @@ class Optimizer(Frozen):
         description="peak learning rate",
         json_schema_extra=about("Learning", alias="learning_rate", first=True),
     )
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+    schedule: Literal["cosine", "linear", "constant", "wsd", "one_cycle"] = Field(
         default="cosine",
-        description="decay of the learning rate after warm-up",
+        description=(
+            "decay of the learning rate after warm-up. one_cycle: up and down on cosines, as torch's OneCycleLR;"
+            " warmup 0.3 is its usual share"
+        ),
         json_schema_extra=about("Learning", was="schedule"),
     )
     warmup: float = Field(
@@ -246,6 +249,20 @@ class Optimizer(Frozen):
         le=1,
         description="with schedule wsd: share of the steps, at the end, in which the learning rate falls",
         json_schema_extra=about("Learning", was="decay"),
+    )
+    start: float = Field(
+        default=0.04,
+        gt=0,
+        le=1,
+        description="with schedule one_cycle: the first learning rate, as a share of the peak",
+        json_schema_extra=about("Learning", since="0.2"),
+    )
+    final: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="the learning rate at the end, as a share of the peak; default 0, with one_cycle 4e-6",
+        json_schema_extra=about("Learning", since="0.2"),
     )
     weight_decay: float = Field(
         default=0.0,

@@ -50,7 +50,9 @@ DERIVED = {
     "training.epochs": _STEPS,
     "optimizer.warmup": ("schedule.warmup_steps",),
     "optimizer.decay": ("schedule.decay_steps",),
-    "optimizer.schedule": ("schedule.kind", "schedule.decay_steps"),
+    "optimizer.schedule": ("schedule.kind", "schedule.decay_steps", "schedule.final", "schedule.start"),
+    "optimizer.start": ("schedule.start",),
+    "optimizer.final": ("schedule.final",),
 }
 """Config field -> fields of the saved schedule derived from it. The saved optimizer uses config names."""
 
