@@ -231,8 +231,8 @@ class Optimizer(Frozen):
     schedule: Literal["cosine", "linear", "constant", "wsd", "one_cycle"] = Field(
         default="cosine",
         description=(
-            "decay of the learning rate after warm-up. one_cycle: up and down on cosines, as torch's OneCycleLR;"
-            " warmup 0.3 is its usual share"
+            "decay of the learning rate after warm-up. one_cycle: up and down on cosines, as torch's"
+            " OneCycleLR; 0.3 is its usual warmup"
         ),
         json_schema_extra=about("Learning", was="schedule"),
     )
