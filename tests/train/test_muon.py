@@ -14,7 +14,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.train import muon as module
 from unfreeze.train.muon import Muon
 from unfreeze.train.optim import AdamW
-from unfreeze.train.orthogonal import MuonRule
+from unfreeze.train.orthogonal import MuonRule, scale_of
 
 MATRICES = ("up.weight", "down.weight", "experts")
 AS_TORCH = MuonRule(dtype=torch.bfloat16)
@@ -86,7 +86,10 @@ def test_twenty_updates_equal_torchs(scale: str, kind: str, max_norm: float):
             oracle.step()
     reference.experts.data = torch.stack([matrix.detach() for matrix in oracles[1].param_groups[0]["params"]])
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        if name in MATRICES:
+        if name == "experts":  # batched products may round to the next bfloat16: 2^-7 of an entry below 1.2
+            moved = 1.2 * scale_of(scale, p.shape) * sum(1e-2 / (step + 1) for step in range(20))  # type: ignore[arg-type]
+            torch.testing.assert_close(p, q, rtol=0, atol=2**-7 * moved, msg=name)
+        elif name in MATRICES:
             assert torch.equal(p, q), name  # the same operations in the same order
         else:
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7, msg=name)
