@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from unfreeze.train.orthogonal import COEFFICIENTS, STEPS, orthogonal, scale_of, workspace
+from unfreeze.models.matrices import STEPS
+from unfreeze.train.orthogonal import COEFFICIENTS, orthogonal, scale_of
 
 torch_muon = pytest.importorskip("torch.optim._muon")
 
@@ -61,11 +60,3 @@ def test_match_rms_is_the_size_of_an_adamw_update():
         o = orthogonal(torch.randn(shape, generator=torch.Generator().manual_seed(4)), torch.float32)
         rms = float((o * scale_of("match_rms_adamw", shape)).square().mean().sqrt())
         assert 0.13 < rms < 0.25
-
-
-def test_workspace_counts_what_is_allocated():
-    """Bytes of [64, 256] in bfloat16 by hand; a stack counts as many matrices as are done at once."""
-    one = 64 * 256 * (8 + 6) + 2 * 64 * 64 * 2
-    assert workspace((64, 256), torch.bfloat16) == one
-    assert workspace((4, 64, 256), torch.bfloat16) == 4 * one
-    assert workspace((10**6, 64, 256), torch.bfloat16) == math.floor((1 << 24) / (64 * 256)) * one

@@ -84,6 +84,12 @@ class Config(TrainingConfig):
                     " lora.targets names it",
                     next="remove training.indexer, and give --lora.targets all-linear indexer",
                 )
+            if fields.get("optimizer.kind") == "muon":
+                raise ConfigError(
+                    "optimizer.kind is muon, but adapters train: their factors A and B are no matrices of a"
+                    " layer, only their product is",
+                    next="--train all (sft), or leave optimizer.kind out",
+                )
             if fields.get("lora", True) is None:
                 raise ValueError('train = "adapters" needs [lora]; its defaults are an empty table')
             return _continued(fields)

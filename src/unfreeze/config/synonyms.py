@@ -44,7 +44,9 @@ dtype | auto, bfloat16 or float32 | bf16 fp16 fp32 torch_dtype precision compute
 device | auto, cpu or cuda | use_cpu no_cuda gpu accelerator
 place.recompute | auto, layers, selective, elementwise or nothing | gradient_checkpointing
     activation_checkpointing use_gradient_checkpointing
-optimizer.moments | AdamW's moments: float32 or int8 | optim optimizer adam_8bit
+optimizer.moments | AdamW's moments: float32 or int8 | adam_8bit
+optimizer.kind | adamw or muon | optim optimizer optimizer_name optimizer_type
+muon.update_scale | match_rms_adamw or original | adjust_lr_fn
 threads | CPU threads | num_threads num_workers
 save_every | steps | save_steps save_interval checkpoint_every save_strategy
 save.keep | number of saves | save_total_limit max_checkpoints
@@ -205,6 +207,9 @@ train | full fft freeze | it is called all here: every weight
 loss | sigmoid | it is called dpo here
 loss | grpo ppo rloo gspo | unfreeze grpo learns from rewards; its ppo is the loss of GRPO's paper
 loss | hinge robust cpo bco sppo | it is not built; TRL has it
+kind | adamw_8bit adam_8bit paged_adamw_8bit 8bit | it is --optimizer.moments int8 here
+kind | adam adamw_torch adamw_torch_fused | it is called adamw here
+kind | sgd adafactor lion shampoo soap | it is not built
 moments | adamw_8bit adam_8bit paged_adamw_8bit 8bit | it is called int8 here
 moments | adamw adamw_torch adamw_torch_fused | it is called float32 here
 track | mlflow comet comet_ml neptune aim swanlab | it is not built; RUN/events.jsonl has every figure

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from unfreeze.config.names import by_path, fields, flat, given, nested
 from unfreeze.config.parse import Folder, Frozen, ModelName
-from unfreeze.config.tables import HUB, Data, Memory, Optimizer, Rope, Save, Training, Watch
+from unfreeze.config.tables import HUB, Data, Memory, Muon, Optimizer, Rope, Save, Training, Watch
 from unfreeze.config.template import template_time, template_values
 from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.field import About, about
@@ -46,6 +46,7 @@ class TrainingConfig(Frozen):
     rope: Rope = Rope()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
+    muon: Muon = Muon()
     memory: Memory = Memory()
     place: Layout = Layout()
     save: Save = Save()

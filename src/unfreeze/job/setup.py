@@ -250,7 +250,7 @@ def begun(setup: Setup, rows: EncodedData, plan: Plan, at: Placed) -> tuple[Sour
     state = start_or_resume(
         folder,
         model,
-        optimizer=optimizer_of(model, config.optimizer, plan.layout, setup.device, at.held),
+        optimizer=optimizer_of(model, config, plan.layout, setup.device, at.held, setup.group),
         schedule=schedule_of(config.optimizer, steps),
         after_update=parts.after_update(model),
     )

@@ -13,6 +13,9 @@ one.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from torch import nn
 
 from unfreeze.models.blocks.experts import ExpertWeight
@@ -21,6 +24,10 @@ from unfreeze.models.groups import group_of
 
 HIDDEN = ("attention", "mlp", "shared_experts", "experts")
 """Groups (groups.py) whose matrices they are."""
+
+STEPS = 5  # of Newton-Schulz
+# numbers of a stack whose matrices are orthogonalised at once: few launches, and 240 MB beside the weights
+PIECE = 1 << 24
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -31,3 +38,20 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
         if isinstance(module, (Linear, ExpertWeight)) and module.codec is None and group_of(name) in HIDDEN
     }
     return {name: weight for name, weight in named.items() if weight.requires_grad}
+
+
+def workspace(shape: Sequence[int], size: int) -> int:
+    """Return the bytes that Muon's update of this weight needs for a moment, in numbers of `size` bytes.
+
+    Gradient and direction in float32; X, its successor and a product; two Gram matrices. Of a stack, those of
+    the matrices that are orthogonalised at once.
+    """
+    out, inside = shape[-2:]
+    together = max(1, min(math.prod(shape[:-2]), PIECE // (out * inside)))
+    return together * (out * inside * (8 + 3 * size) + 2 * min(out, inside) ** 2 * size)
+
+
+def flop(shape: Sequence[int]) -> int:
+    """Return the FLOP of orthogonalising a matrix or a stack: per step 4 m² n + 2 m³ with m <= n."""
+    m, n = sorted(shape[-2:])
+    return math.prod(shape[:-2]) * STEPS * (4 * m * m * n + 2 * m**3)

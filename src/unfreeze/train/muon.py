@@ -24,11 +24,12 @@ from torch import Tensor, nn
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels.precision import multiplies
+from unfreeze.models.matrices import PIECE
 from unfreeze.parallel.processes.collectives import ALONE, Group
 from unfreeze.parallel.processes.mesh import HeldPart
 from unfreeze.train.moments import Float32, Int8, Moments, Momentum
 from unfreeze.train.optim import AdamW
-from unfreeze.train.orthogonal import PIECE, MuonRule, apply, direction, orthogonal, scale_of
+from unfreeze.train.orthogonal import MuonRule, apply, direction, orthogonal, scale_of
 
 
 class Muon(AdamW):

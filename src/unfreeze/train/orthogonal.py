@@ -19,12 +19,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from unfreeze.models.matrices import STEPS
+
 Scale = Literal["match_rms_adamw", "original"]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic a x + b x³ + c x⁵: steepest at 0 (Jordan 2024)
-STEPS = 5
 SMALLEST = 1e-7  # a smaller norm counts as this
-# numbers of a stack whose matrices are orthogonalised at once: few launches, and 160 MB beside the weights
-PIECE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,3 @@ def apply(master: Tensor, o: Tensor, learning_rate: float, decay: float, scale: 
     """Update the weights in place: decay, then the step along O."""
     master.mul_(1 - learning_rate * decay)
     master.add_(o, alpha=-learning_rate * scale)
-
-
-def workspace(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the bytes that an update of this weight needs for a moment, beside its state.
-
-    gradient and u in float32; X, its successor and a product in `dtype`; two Gram matrices.
-    """
-    out, inside = shape[-2:]
-    together = max(1, min(math.prod(shape[:-2]), PIECE // (out * inside)))
-    small = min(out, inside)
-    return together * (out * inside * (8 + 3 * dtype.itemsize) + 2 * small * small * dtype.itemsize)
