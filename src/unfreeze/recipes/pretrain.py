@@ -8,6 +8,7 @@ names are rounded to INT4 at the end, as Kimi-K2's are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.parse import parse
@@ -16,6 +17,7 @@ from unfreeze.core.command import Common
 from unfreeze.job import job
 from unfreeze.job.end.folder import typed
 from unfreeze.job.parts import Parts
+from unfreeze.job.source import encoded_rows, growing_rows
 from unfreeze.job.trained import AllWeights
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ def parts(config: Config) -> Parts:
         biased = any(hasattr(moe.gate, "e_score_correction_bias") for moe in model.moe_layers().values())
         return (LossFreeBalance(model, rate),) if biased and rate else ()
 
+    stages = config.data.stages
     return Parts(
         recipe="pretrain",
         trained=AllWeights(indexer=config.training.indexer == "trained"),
@@ -56,5 +59,13 @@ def parts(config: Config) -> Parts:
         start=job.open_start,
         encoding={"supervise": "all"},
         after_update=balance,
+        source=partial(growing_rows, stages) if stages else encoded_rows,
+        start_lines=[_growing(config)] if stages else [],
         chat=False,
     )
+
+
+def _growing(config: Config) -> str:
+    """Return the start line of data.sequence_lengths."""
+    stages = [f"{length:,} tokens for {share:.0%} of the steps" for length, share in config.data.stages]
+    return f"documents of up to {', then '.join(stages)}, then {config.data.sequence_length:,}"
