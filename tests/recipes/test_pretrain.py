@@ -192,7 +192,7 @@ def test_the_best_weights_are_published_beside_the_last(start, text, tmp_path, u
 MUON = [
     *("--optimizer.kind", "muon", "--optimizer.schedule", "one_cycle", "--optimizer.warmup", "0.3"),
     *("--sequence-length", "16", "--data.sequence-lengths", "4:0.3", "8:0.4", "--steps", "6"),
-    *("--save.every", "1", "--watch.samples", "0", "--threads", "1"),
+    *("--save.every", "1", "--watch.samples", "0", "--threads", "1", "--muon.qk-clip", "0.02"),
 ]
 
 
@@ -229,6 +229,7 @@ def test_muon_one_cycle_and_growing_documents_resume_to_the_bit(
             theirs.step()
     supervised = [step["supervised_tokens"] / step["tokens"] for step in steps]
     assert supervised[1] < supervised[3] < supervised[5]  # each piece costs a target
+    assert all(step["largest_logit"] > 0 for step in steps) and max(s["largest_logit"] for s in steps) > 0.02
 
 
 @pytest.mark.parametrize(
@@ -242,6 +243,11 @@ def test_muon_one_cycle_and_growing_documents_resume_to_the_bit(
 def test_lengths_that_do_not_grow_are_refused(start, text, tmp_path, capsys, more, said):
     assert cli.main([*command(start, text, tmp_path / "run", "--sequence-length", "16", *more)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_clip_without_muon_is_refused(start, text, tmp_path, capsys):
+    assert cli.main([*command(start, text, tmp_path / "run"), "--muon.qk-clip", "100"]) == 2
+    assert "muon.qk_clip needs optimizer.kind = muon" in capsys.readouterr().err
 
 
 def test_muon_is_refused_where_adapters_train(start, text, tmp_path, capsys):

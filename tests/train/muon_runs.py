@@ -24,6 +24,8 @@ from sharding import forked
 
 from unfreeze.core.rows import Rows
 from unfreeze.models.matrices import hidden_matrices
+from unfreeze.models.queries import scalable
+from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.placement.fsdp import chunk
 from unfreeze.parallel.processes.collectives import ALONE, Group
 from unfreeze.parallel.processes.mesh import HeldPart
@@ -31,6 +33,7 @@ from unfreeze.train import together
 from unfreeze.train.follower import Follower, open_run
 from unfreeze.train.muon import Muon
 from unfreeze.train.orthogonal import MuonRule
+from unfreeze.train.qk_clip import LargestLogits, QkClip
 from unfreeze.train.run import Run
 from unfreeze.train.schedule import Schedule
 from unfreeze.train.state import start_or_resume
@@ -38,6 +41,7 @@ from unfreeze.train.state import start_or_resume
 SHAPES = {"embed": (5, 4), "up": (7, 4), "down": (4, 7), "square": (6, 6), "experts": (5, 4, 3)}
 MATRICES = ("up", "down", "square", "experts")
 FAMILIES = ("deepseek_v3", "llama")
+LIMIT = 0.4  # below the logits that these models have
 
 
 class Parts(nn.Module):
@@ -87,15 +91,19 @@ def rows(
 
 
 def divided(folder: Path, group: Group, family: str) -> list[float]:
-    """Losses and norms of five steps of a model whose weights FSDP2 divides."""
+    """Losses and norms of five steps of a model whose weights FSDP2 divides, and whose heads are clipped."""
     model, held = fsdp_runs.opened(folder / family, group, torch.float32)
     rule = MuonRule(dtype=torch.float32)
     optimizer = Muon(model, hidden_matrices(model), rule=rule, weight_decay=0.1, held=held, group=group)
-    results = [
-        fsdp_runs.step((model, optimizer), small.cut(8, False) if n % 2 else small.cut(4, True), group)
-        for n in range(5)
-    ]
-    return [number for result in results for number in (result.loss, result.grad_norm)]
+    logits = LargestLogits(cross_entropy, list(scalable(model)))
+    clip = QkClip(model, optimizer, logits, LIMIT, group)
+    numbers: list[float] = []
+    for n in range(5):
+        batches = small.cut(8, False) if n % 2 else small.cut(4, True)
+        result = fsdp_runs.step((model, optimizer), batches, group, objective=logits)
+        clip({})
+        numbers += [result.loss, result.grad_norm, result.metrics["largest_logit"]]
+    return numbers
 
 
 def work(folder: Path) -> dict[str, Any]:

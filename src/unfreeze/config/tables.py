@@ -315,6 +315,15 @@ class Muon(Frozen):
         description="learning rate of the weights that AdamW updates, over learning_rate",
         json_schema_extra=about("Learning", since="0.2"),
     )
+    qk_clip: float = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "limit of attention logits: heads above it are scaled back after each update (Kimi K2: 100);"
+            " 0: none. It costs a second product of queries and keys"
+        ),
+        json_schema_extra=about("Learning", since="0.2"),
+    )
 
 
 class Memory(Frozen):

@@ -79,6 +79,8 @@ class TrainingConfig(Frozen):
                 f"data.weights has {len(data.weights)} numbers for {len(data.files)} data files: one for"
                 " each file, folder or pattern, in the same order"
             )
+        if self.muon.qk_clip and self.optimizer.kind != "muon":
+            raise ValueError("muon.qk_clip needs optimizer.kind = muon: with adamw it is not built")
         template_values(data.template_variables)
         template_time(data.template_date)
         if self.watch.early_stop and not (data.validation or data.validation_fraction):

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from unfreeze.parallel.processes.mesh import HeldPart
     from unfreeze.train.fit import OnStep
     from unfreeze.train.optim import AdamW
+    from unfreeze.train.qk_clip import QkClip
     from unfreeze.train.run import Run
     from unfreeze.train.state import State
-    from unfreeze.train.step import StepResult
+    from unfreeze.train.step import Objective, StepResult
 
 
 def transfers_of(model: Decoder) -> list[OnStep]:
@@ -85,6 +86,17 @@ def muon_of(
         held=held,
         group=group,
     )
+
+
+def clips_of(
+    model: Decoder, config: TrainingConfig, optimizer: AdamW, objective: Objective, group: Group
+) -> list[QkClip]:
+    """Return what scales heads back after an update, if muon.qk_clip is set."""
+    from unfreeze.train.qk_clip import LargestLogits, QkClip
+
+    if not isinstance(objective, LargestLogits):
+        return []
+    return [QkClip(model, optimizer, objective, config.muon.qk_clip, group)]
 
 
 class TransferEvents:
