@@ -230,7 +230,7 @@ def test_a_record_of_any_version_is_read_by_the_names_of_today():
         ("[memory]\nseed = 9", "unknown key memory.seed; it belongs above the tables: seed"),
         ("moments = 'int8'", r"unknown key moments; it belongs in \[optimizer\]: optimizer.moments"),
         ("[optimiser]\nclip = 1", "unknown key optimiser; nearest: 'optimizer'"),
-        ("optimizer = 'adamw_8bit'", "unknown key optimizer; it is called optimizer.moments here"),
+        ("optimizer = 'adamw_8bit'", "unknown key optimizer; it is called optimizer.kind here"),
         ("memory = 3", r"memory = 3 should be a table \[memory\]"),
         ("[training.steps]\na = 1", "training.steps is a table; it should be a value"),
         ("[save]\nkeep = 0", "save.keep = 0: must be at least 1"),

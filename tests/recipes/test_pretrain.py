@@ -14,6 +14,7 @@ import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.evaluate import perplexity
+from unfreeze.train import fit
 
 SMALL = {
     "hidden_size": 64,
@@ -186,3 +187,70 @@ def test_the_best_weights_are_published_beside_the_last(start, text, tmp_path, u
     again = load_file(run / "model-best" / "model.safetensors")
     assert all(torch.equal(again[key], tensor) for key, tensor in best.items())
     assert (run / "model" / "model.safetensors").stat().st_mtime_ns == written
+
+
+MUON = [
+    *("--optimizer.kind", "muon", "--optimizer.schedule", "one_cycle", "--optimizer.warmup", "0.3"),
+    *("--sequence-length", "16", "--data.sequence-lengths", "4:0.3", "8:0.4", "--steps", "6"),
+    *("--save.every", "1", "--watch.samples", "0", "--threads", "1", "--muon.qk-clip", "0.02"),
+]
+
+
+def test_muon_one_cycle_and_growing_documents_resume_to_the_bit(
+    start, text, tmp_path, unfreeze_json, monkeypatch, capsys, read_events
+):
+    """Killed behind step 3, in the stage of 8 tokens. Rates are torch's one cycle; every step has its tokens."""
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    result = unfreeze_json(*command(start, text, straight, *MUON))
+    assert result["finished"] and result["loss_last"] < result["loss_first"]
+
+    def killed(state, *more, advance=fit.advance):
+        seconds = advance(state, *more)
+        if state.step == 4:
+            raise KeyboardInterrupt
+        return seconds
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fit, "advance", killed)
+        assert cli.main([*command(start, text, broken, *MUON), "--quiet"]) == 130
+    assert sorted(path.name for path in (broken / "state").iterdir())[-1] == "step-000003"
+    assert unfreeze_json(*command(start, text, broken, *MUON))["finished"]
+    weights = [(run / "model/model.safetensors").read_bytes() for run in (straight, broken)]
+    assert weights[0] == weights[1]
+
+    steps = read_events(straight, "train")
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=6, pct_start=2 / 6)
+    for step in steps:
+        assert step["learning_rate"] == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        if step is not steps[-1]:
+            theirs.step()
+    supervised = [step["supervised_tokens"] / step["tokens"] for step in steps]
+    assert supervised[1] < supervised[3] < supervised[5]  # each piece costs a target
+    assert all(step["largest_logit"] > 0 for step in steps) and max(s["largest_logit"] for s in steps) > 0.02
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--data.sequence-lengths", "32:0.5"], "lengths must grow, and stay below sequence_length 16"),
+        (["--data.sequence-lengths", "8"], "'8': expected LENGTH:SHARE, such as 256:0.3"),
+        (["--data.sequence-lengths", "4:0.6", "8:0.6"], "add up to 1.2, more than 1"),
+    ],
+)
+def test_lengths_that_do_not_grow_are_refused(start, text, tmp_path, capsys, more, said):
+    assert cli.main([*command(start, text, tmp_path / "run", "--sequence-length", "16", *more)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_clip_without_muon_is_refused(start, text, tmp_path, capsys):
+    assert cli.main([*command(start, text, tmp_path / "run"), "--muon.qk-clip", "100"]) == 2
+    assert "muon.qk_clip needs optimizer.kind = muon" in capsys.readouterr().err
+
+
+def test_muon_is_refused_where_adapters_train(start, text, tmp_path, capsys):
+    words = ["sft", "--model", str(start), "--data", str(text), "--out", str(tmp_path / "run")]
+    assert cli.main([*words, "--optimizer.kind", "muon"]) == 2
+    assert "optimizer.kind is muon, but adapters train" in capsys.readouterr().err

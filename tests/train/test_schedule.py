@@ -4,6 +4,7 @@ behind ours)."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,65 @@ def test_after_warm_up_equal_to_transformers(kind: str):
         assert schedule.factor(step) == pytest.approx(expected[step + 1], abs=1e-12), step
 
 
+def torch_rates(make, warmup: int) -> list[float]:
+    """The rates of torch's scheduler, in float64; its warm-up, if any, by LinearLR before it."""
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([parameter], lr=PEAK)
+    kinds = torch.optim.lr_scheduler
+    if warmup:
+        first = kinds.LinearLR(optimizer, start_factor=1 / warmup, total_iters=warmup - 1)
+        scheduler = kinds.SequentialLR(optimizer, [first, make(kinds, optimizer)], milestones=[warmup])
+    else:
+        scheduler = make(kinds, optimizer)
+    rates = []
+    for _ in range(STEPS - 1):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return [*rates, scheduler.get_last_lr()[0]]
+
+
+PEAK, FINAL = 3e-3, 0.1
+GOLDEN = {
+    "constant": lambda kinds, it: kinds.ConstantLR(it, factor=1.0),
+    "cosine": lambda kinds, it: kinds.CosineAnnealingLR(it, STEPS - WARMUP, eta_min=PEAK * FINAL),
+    "linear": lambda kinds, it: kinds.LinearLR(it, 1.0, FINAL, total_iters=STEPS - WARMUP),
+    "wsd": lambda kinds, it: kinds.LambdaLR(
+        it, lambda s: 1 - (1 - FINAL) * math.sqrt(max(0, s - (STEPS - WARMUP - DECAY)) / DECAY)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GOLDEN)
+def test_golden_curves_equal_torchs_schedulers(kind: str):
+    """Every step within 1e-12 of torch's (wsd, which torch lacks: of its closed form). Control arm: a
+    schedule that is one step late is told apart."""
+    schedule = Schedule(PEAK, STEPS, kind, WARMUP, DECAY if kind == "wsd" else 0, FINAL)  # type: ignore[arg-type]
+    golden = torch_rates(GOLDEN[kind], WARMUP)
+    late = [schedule.learning_rate(max(0, step - 1)) for step in range(STEPS)]
+    assert [schedule.learning_rate(step) for step in range(STEPS)] == pytest.approx(golden, abs=1e-12)
+    assert late != pytest.approx(golden, abs=1e-12)
+
+
+@pytest.mark.parametrize(("warmup", "start", "final"), [(15, 1 / 25, 4e-6), (8, 0.1, 1e-3), (50, 0.5, 0.01)])
+def test_one_cycle_equals_torchs_one_cycle(warmup: int, start: float, final: float):
+    """Control arm: the ordinary warm-up and cosine of the same peak and end."""
+
+    more = {"div_factor": 1 / start, "final_div_factor": start / final, "cycle_momentum": False}
+    golden = torch_rates(
+        lambda kinds, it: kinds.OneCycleLR(it, PEAK, total_steps=STEPS, pct_start=warmup / STEPS, **more), 0
+    )
+    schedule = Schedule(PEAK, STEPS, "one_cycle", warmup, final=final, start=start)
+    assert [schedule.learning_rate(s) for s in range(STEPS)] == pytest.approx(golden, abs=1e-12)
+    ordinary = replace(schedule, kind="cosine")
+    assert [ordinary.learning_rate(s) for s in range(STEPS)] != pytest.approx(golden, abs=1e-12)
+
+
+def test_a_save_of_the_other_schedules_has_the_fields_of_earlier_versions():
+    assert "start" not in Schedule(1.0, 10, "cosine").record()
+    assert Schedule(1.0, 10, "one_cycle").record()["start"] == 1 / 25
+
+
 def test_closed_forms():
     cosine = Schedule(2e-4, 100, "cosine", 10, final=0.1)
     assert cosine.learning_rate(0) == pytest.approx(2e-5)
@@ -71,7 +131,7 @@ def test_closed_forms():
     warmup=st.integers(0, 300),
     decay=st.integers(0, 300),
     final=st.floats(0, 1),
-    kind=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
+    kind=st.sampled_from(["cosine", "linear", "constant", "wsd", "one_cycle"]),
 )
 def test_every_step_has_a_rate_above_zero_and_not_above_the_peak(
     steps: int, warmup: int, decay: int, final: float, kind: str
@@ -79,7 +139,8 @@ def test_every_step_has_a_rate_above_zero_and_not_above_the_peak(
     warmup = min(warmup, steps)
     schedule = Schedule(1.0, steps, kind, warmup, min(decay, steps - warmup), final)  # type: ignore[arg-type]
     factors = [schedule.factor(step) for step in range(steps)]
-    assert all(0 < f <= 1 for f in factors)
+    last = kind == "one_cycle" and final == 0  # it reaches its end at the last step
+    assert all(0 < f <= 1 for f in factors[: -1 if last else None])
     assert all(a >= b - 1e-12 for a, b in zip(factors[warmup:], factors[warmup + 1 :], strict=False))
 
 
@@ -92,6 +153,7 @@ def test_every_step_has_a_rate_above_zero_and_not_above_the_peak(
         ({"warmup_steps": 11}, "warmup_steps 11"),
         ({"kind": "wsd", "warmup_steps": 4, "decay_steps": 7}, "0 .. steps - warmup_steps = 6"),
         ({"final": 1.5}, "final factor 1.5"),
+        ({"start": 0.0}, "start factor 0.0"),
         ({"kind": "step"}, "unknown schedule 'step'"),
     ],
 )

@@ -112,6 +112,11 @@ class Config(Frozen):
         description="AdamW's moments: 8 bytes per trained parameter, or 2.03",
         json_schema_extra=about("Memory and machine", name="optimizer.moments", was="optimizer_moments"),
     )
+    optimizer_kind: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="with --train all: muon has one moment, 4 bytes, for matrices of hidden layers",
+        json_schema_extra=about("Memory and machine", name="optimizer.kind"),
+    )
     place: Layout = Field(default_factory=lambda: Layout(), description="placement; auto: the plan chooses")
 
 
@@ -163,6 +168,7 @@ def configured(arguments: list[str]) -> tuple[Config, Parts | None]:
         "sequence_length": run.data.sequence_length,
         "dtype": run.memory.dtype,
         "optimizer_moments": run.optimizer.moments,
+        "optimizer_kind": run.optimizer.kind,
         "micro_batches": run.memory.micro_batches,
     }
     set_by_flags = flags.model_fields_set - {
@@ -186,6 +192,11 @@ def _refuse_without_effect(config: Config, given_fields: Set[str]) -> None:
             "hardware" in given_fields and not names,
             "hardware names no machine",
             "--hardware 8xH200, or leave it out",
+        ),
+        (
+            config.optimizer_kind == "muon" and config.train == "adapters",
+            "optimizer.kind muon has no effect: it moves whole matrices, and adapters train",
+            "--train all, or leave --optimizer.kind out",
         ),
         (bool(twice), f"hardware names {twice!r} twice", "give each machine once"),
         (
@@ -342,6 +353,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
         known,
         tokens=1,
         optimizer_moments=config.optimizer_moments,
+        optimizer=config.optimizer_kind,
         micro_batches=-(-config.micro_batches // machine.count),
         longest=length,
         receipt_bytes=COPY_BYTES,

@@ -276,7 +276,7 @@ class Optimizer(sft.Optimizer):
     learning_rate: float = Field(
         default=ADAPTER_RATE, gt=0, description="peak learning rate; with train = all the default is 1e-6"
     )
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+    schedule: Literal["cosine", "linear", "constant", "wsd", "one_cycle"] = Field(
         default="constant",
         description="decay of the learning rate after warm-up",
         json_schema_extra=about("Learning", was="schedule"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from unfreeze.config import tables
 from unfreeze.config.training import TrainingConfig
@@ -20,6 +20,46 @@ class Data(tables.Data):
         default="split",
         description="texts longer than sequence_length: cut the tail, stop with an error, drop, or split",
     )
+    sequence_lengths: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "shorter lengths at first, as LENGTH:SHARE of the steps, such as 256:0.3 512:0.3; then"
+            " sequence_length. Tokens per step stay"
+        ),
+        json_schema_extra=about("How long", since="0.2"),
+    )
+
+    @property
+    def stages(self) -> list[tuple[int, float]]:
+        """(length, share of the steps) of each entry of sequence_lengths."""
+        return [_stage(entry) for entry in self.sequence_lengths]
+
+    @model_validator(mode="after")
+    def _growing(self) -> Data:
+        lengths = [length for length, _ in self.stages]
+        if lengths != sorted(set(lengths)) or (lengths and lengths[-1] >= self.sequence_length):
+            raise ValueError(
+                f"data.sequence_lengths {' '.join(self.sequence_lengths)}: lengths must grow, and stay below"
+                f" sequence_length {self.sequence_length}"
+            )
+        if (total := sum(share for _, share in self.stages)) > 1:
+            raise ValueError(f"the shares of data.sequence_lengths add up to {total:g}, more than 1")
+        return self
+
+
+def _stage(entry: str) -> tuple[int, float]:
+    """Parse LENGTH:SHARE."""
+    length, _, share = entry.partition(":")
+    try:
+        stage = int(length), float(share)
+    except ValueError:
+        stage = 0, 0.0
+    if stage[0] < 2 or not 0 < stage[1] <= 1:
+        raise ValueError(
+            f"data.sequence_lengths has {entry!r}: expected LENGTH:SHARE, such as 256:0.3 for 30 % of the"
+            " steps"
+        )
+    return stage
 
 
 class Optimizer(tables.Optimizer):

@@ -96,6 +96,12 @@ class Config(TrainingConfig):
                         f"{name} is for all weights, but adapters train",
                         next=f"--train all, or remove {name}",
                     )
+            if fields.get("optimizer.kind") == "muon":
+                raise ConfigError(
+                    "optimizer.kind is muon, but adapters train: their factors A and B are no matrices of a"
+                    " layer, only their product is",
+                    next="--train all (sft), or leave optimizer.kind out",
+                )
             if fields.get("lora", True) is None:
                 raise ValueError('train = "adapters" needs [lora]; its defaults are an empty table')
             return _continued(fields)

@@ -21,8 +21,9 @@ out | run folder | output_dir output run_dir save_dir
 epochs | passes over the data | num_epochs num_train_epochs epoch n_epochs
 steps | optimizer steps | max_steps num_steps max_iters total_steps train_steps
 learning_rate | peak value | lr max_lr base_lr peak_lr
-optimizer.schedule | cosine, linear, constant or wsd | lr_scheduler lr_scheduler_type scheduler
-optimizer.warmup | a share of the steps, 0.03 for 3 % | warmup_ratio warmup_steps lr_warmup
+optimizer.schedule | cosine, linear, constant, wsd or one_cycle | lr_scheduler lr_scheduler_type scheduler
+optimizer.warmup | a share of the steps, 0.03 for 3 % | warmup_ratio warmup_steps lr_warmup pct_start
+optimizer.final | a share of the peak, 0.1 for a tenth | min_lr min_lr_ratio min_lr_rate
 optimizer.weight_decay | per unit of learning rate | wd
 optimizer.clip | limit of the global norm; 0: none | max_grad_norm gradient_clipping grad_clip clip_grad_norm
 tokens_per_step | tokens per optimizer step: about rows x their mean length |
@@ -43,7 +44,9 @@ dtype | auto, bfloat16 or float32 | bf16 fp16 fp32 torch_dtype precision compute
 device | auto, cpu or cuda | use_cpu no_cuda gpu accelerator
 place.recompute | auto, layers, selective, elementwise or nothing | gradient_checkpointing
     activation_checkpointing use_gradient_checkpointing
-optimizer.moments | AdamW's moments: float32 or int8 | optim optimizer adam_8bit
+optimizer.moments | AdamW's moments: float32 or int8 | adam_8bit
+optimizer.kind | adamw or muon | optim optimizer optimizer_name optimizer_type
+muon.update_scale | match_rms_adamw or original | adjust_lr_fn
 threads | CPU threads | num_threads num_workers
 save_every | steps | save_steps save_interval checkpoint_every save_strategy
 save.keep | number of saves | save_total_limit max_checkpoints
@@ -198,11 +201,15 @@ dtype | fp16 float16 half | float16 is not built
 schedule | constant_with_warmup | it is called constant here, with --optimizer.warmup
 schedule | cosine_with_restarts polynomial inverse_sqrt | it is not built
 schedule | warmup_stable_decay | it is called wsd here
+schedule | onecycle OneCycleLR one-cycle | it is called one_cycle here
 train | lora qlora adapter peft | it is called adapters here
 train | full fft freeze | it is called all here: every weight
 loss | sigmoid | it is called dpo here
 loss | grpo ppo rloo gspo | unfreeze grpo learns from rewards; its ppo is the loss of GRPO's paper
 loss | hinge robust cpo bco sppo | it is not built; TRL has it
+kind | adamw_8bit adam_8bit paged_adamw_8bit 8bit | it is --optimizer.moments int8 here
+kind | adam adamw_torch adamw_torch_fused | it is called adamw here
+kind | sgd adafactor lion shampoo soap | it is not built
 moments | adamw_8bit adam_8bit paged_adamw_8bit 8bit | it is called int8 here
 moments | adamw adamw_torch adamw_torch_fused | it is called float32 here
 track | mlflow comet comet_ml neptune aim swanlab | it is not built; RUN/events.jsonl has every figure

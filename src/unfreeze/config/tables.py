@@ -1,4 +1,4 @@
-"""Tables of a run's config: [data] [rope] [training] [optimizer] [memory] [save] [watch].
+"""Tables of a run's config: [data] [rope] [training] [optimizer] [muon] [memory] [save] [watch].
 
 [place] is core/layout.py. Each field declares its aliases and earlier names (core/field.py).
 """
@@ -228,17 +228,28 @@ class Training(Frozen):
 
 
 class Optimizer(Frozen):
-    """AdamW and its learning rate over the run."""
+    """AdamW or Muon, and the learning rate over the run."""
 
+    kind: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description=(
+            "adamw, or muon where all weights train: orthogonal updates of hidden layers' matrices, AdamW for"
+            " the others"
+        ),
+        json_schema_extra=about("Learning", since="0.2"),
+    )
     learning_rate: float = Field(
         default=2e-4,
         gt=0,
         description="peak learning rate",
         json_schema_extra=about("Learning", alias="learning_rate", first=True),
     )
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+    schedule: Literal["cosine", "linear", "constant", "wsd", "one_cycle"] = Field(
         default="cosine",
-        description="decay of the learning rate after warm-up",
+        description=(
+            "decay of the learning rate after warm-up. one_cycle: up and down on cosines, as torch's"
+            " OneCycleLR; 0.3 is its usual warmup"
+        ),
         json_schema_extra=about("Learning", was="schedule"),
     )
     warmup: float = Field(
@@ -255,6 +266,20 @@ class Optimizer(Frozen):
         description="with schedule wsd: share of the steps, at the end, in which the learning rate falls",
         json_schema_extra=about("Learning", was="decay"),
     )
+    start: float = Field(
+        default=0.04,
+        gt=0,
+        le=1,
+        description="with schedule one_cycle: the first learning rate, as a share of the peak",
+        json_schema_extra=about("Learning", since="0.2"),
+    )
+    final: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="the learning rate at the end, as a share of the peak; default 0, with one_cycle 4e-6",
+        json_schema_extra=about("Learning", since="0.2"),
+    )
     weight_decay: float = Field(
         default=0.0,
         ge=0,
@@ -263,7 +288,7 @@ class Optimizer(Frozen):
     )
     moments: Literal["float32", "int8"] = Field(
         default="float32",
-        description="AdamW's moments: 8 bytes per trained parameter, or 2.03 with int8",
+        description="AdamW's moments: 8 bytes per parameter that it updates, or 2.03 with int8",
         json_schema_extra=about("Memory and machine", was="optimizer_moments"),
     )
     clip: float = Field(
@@ -271,6 +296,41 @@ class Optimizer(Frozen):
         ge=0,
         description="limit of the global gradient norm; 0: none",
         json_schema_extra=about("Learning", was="clip"),
+    )
+
+
+class Muon(Frozen):
+    """Settings of optimizer.kind = "muon"."""
+
+    momentum: float = Field(
+        default=0.95,
+        ge=0,
+        lt=1,
+        description="Nesterov momentum of the matrices",
+        json_schema_extra=about("Learning", since="0.2"),
+    )
+    update_scale: Literal["match_rms_adamw", "original"] = Field(
+        default="match_rms_adamw",
+        description=(
+            "size of a matrix's update. match_rms_adamw: AdamW's, so its learning rates"
+            " serve; original: sqrt(max(1, out / in)), with rates near 0.02"
+        ),
+        json_schema_extra=about("Learning", since="0.2"),
+    )
+    adamw_rate: float = Field(
+        default=1.0,
+        gt=0,
+        description="learning rate of the weights that AdamW updates, over learning_rate",
+        json_schema_extra=about("Learning", since="0.2"),
+    )
+    qk_clip: float = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "limit of attention logits: heads above it are scaled back after each update (Kimi K2: 100);"
+            " 0: none. It costs a second product of queries and keys"
+        ),
+        json_schema_extra=about("Learning", since="0.2"),
     )
 
 

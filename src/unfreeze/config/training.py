@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from unfreeze.config.names import by_path, fields, flat, given, nested
 from unfreeze.config.parse import Folder, Frozen, ModelName
-from unfreeze.config.tables import HUB, Data, Memory, Optimizer, Rope, Save, Training, Watch
+from unfreeze.config.tables import HUB, Data, Memory, Muon, Optimizer, Rope, Save, Training, Watch
 from unfreeze.config.template import template_time, template_values
 from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.field import About, about
@@ -46,6 +46,7 @@ class TrainingConfig(Frozen):
     rope: Rope = Rope()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
+    muon: Muon = Muon()
     memory: Memory = Memory()
     place: Layout = Layout()
     save: Save = Save()
@@ -78,6 +79,8 @@ class TrainingConfig(Frozen):
                 f"data.weights has {len(data.weights)} numbers for {len(data.files)} data files: one for"
                 " each file, folder or pattern, in the same order"
             )
+        if self.muon.qk_clip and self.optimizer.kind != "muon":
+            raise ValueError("muon.qk_clip needs optimizer.kind = muon: with adamw it is not built")
         template_values(data.template_variables)
         template_time(data.template_date)
         if self.watch.early_stop and not (data.validation or data.validation_fraction):

@@ -398,12 +398,19 @@ def both_given(training: Training) -> str:
 
 def schedule_of(optimizer: Optimizer, steps: int) -> Schedule:
     """Convert the config's shares of the run to steps."""
-    from unfreeze.train.schedule import Schedule
+    from unfreeze.train.schedule import ONE_CYCLE_FINAL, Schedule
 
     warmup, kind = round(optimizer.warmup * steps), optimizer.schedule
     decay = min(round(optimizer.decay * steps), steps - warmup) if kind == "wsd" else 0
+    usual = ONE_CYCLE_FINAL if kind == "one_cycle" else 0.0
     return Schedule(
-        peak=optimizer.learning_rate, steps=steps, kind=kind, warmup_steps=warmup, decay_steps=decay
+        peak=optimizer.learning_rate,
+        steps=steps,
+        kind=kind,
+        warmup_steps=warmup,
+        decay_steps=decay,
+        final=usual if optimizer.final is None else optimizer.final,
+        start=optimizer.start,
     )
 
 

@@ -50,7 +50,7 @@ from unfreeze.job.planning.plan import (
     export_hint,
     start_lines,
 )
-from unfreeze.job.planning.residency import keep_boundary, optimizer_of, refuse_samples
+from unfreeze.job.planning.residency import clips_of, keep_boundary, optimizer_of, refuse_samples
 from unfreeze.job.source import with_second
 from unfreeze.job.watch.samples import Samples, of_the_first, own_prompts
 from unfreeze.job.watch.validation import Validation, refuse_other_rows, validation_of
@@ -186,6 +186,10 @@ def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
     planning = replace(setup.planning, lengths=lengths, longest=longest)
     plan, model = agreed_plan(planning, folder, group), planning.model.meta
     parts.plan_check(plan)
+    if config.muon.qk_clip:
+        from unfreeze.models.queries import scalable
+
+        scalable(model)  # refuses a model whose heads cannot be scaled, before weights are loaded
 
     disk = disk_of(config, parts.trained, setup.start, plan)
     lines = start_lines(config, parts.trained, setup.start, setup.shape, plan, disk, parts.second)
@@ -201,11 +205,13 @@ def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
     """Load the weights into the model on meta, each where the plan puts it, and attach the trained parts."""
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.models.indexers import trained_indexers
+    from unfreeze.models.queries import scalable
     from unfreeze.objectives.following import Following
     from unfreeze.parallel.placement.dispatch import make_room
     from unfreeze.parallel.plan.places import room
     from unfreeze.parallel.processes.mesh import mesh_of
     from unfreeze.parallel.processes.numa import bind
+    from unfreeze.train.qk_clip import LargestLogits
 
     config, parts, layout, group = setup.config, setup.parts, plan.layout, setup.group
     mesh = mesh_of(group, layout.sharing, setup.shape.num_experts)
@@ -227,6 +233,8 @@ def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
         objective = parts.second.objective(model, setup.device, config.memory.dtype)
     if layers := trained_indexers(model):
         objective = Following(objective, layers)
+    if config.muon.qk_clip:
+        objective = LargestLogits(objective, list(scalable(model)))
     speaker = Model(model, setup.tokenizer, stop_ids=end_ids(setup.start, setup.tokenizer))
     if group.lockstep:
         speaker.engine.agreed = partial(of_the_first, group, model.device)
@@ -247,12 +255,14 @@ def begun(setup: Setup, rows: EncodedData, plan: Plan, at: Placed) -> tuple[Sour
         folder.events.emit("warning", 0, message=both)
     source = with_second(setup, rows, at, source, steps)  # can run the starting model
 
+    optimizer = optimizer_of(model, config, plan.layout, setup.device, at.held, setup.group)
+    clips = clips_of(model, config, optimizer, at.objective, setup.group)
     state = start_or_resume(
         folder,
         model,
-        optimizer=optimizer_of(model, config.optimizer, plan.layout, setup.device, at.held),
+        optimizer=optimizer,
         schedule=schedule_of(config.optimizer, steps),
-        after_update=parts.after_update(model),
+        after_update=[*parts.after_update(model), *clips],
     )
     state.base, state.metrics = setup.base, (*parts.metrics, *getattr(at.objective, "metrics", ()))
     state.kept, state.interrupt = parts.kept, parts.interrupt

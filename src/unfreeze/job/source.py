@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from unfreeze.job.data import batches_in
+from unfreeze.job.data import batches_in, num_steps
 from unfreeze.job.opening.device import say
 from unfreeze.parallel.answers import Answers
 from unfreeze.teach.on_policy import OnPolicy, OwnAnswers
@@ -15,12 +15,23 @@ from unfreeze.teach.second import Beginning
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
     from unfreeze.data import Batches, Cursor, Source
+    from unfreeze.data.packing.growing import Growing
     from unfreeze.job.setup import EncodedData, Placed, Setup
 
 
 def encoded_rows(setup: Setup, rows: EncodedData, at: Placed, start: Cursor | None) -> Batches:
     """Pack the documents of the data files, starting at the cursor `start`."""
     return _batches(setup, rows, start)
+
+
+def growing_rows(
+    shares: Sequence[tuple[int, float]], setup: Setup, rows: EncodedData, at: Placed, start: Cursor | None
+) -> Growing:
+    """Like encoded_rows, with shorter documents at first. shares: (length, share of the steps)."""
+    from unfreeze.data.packing.growing import Growing, stages_of
+
+    source = encoded_rows(setup, rows, at, start)
+    return Growing(source, stages_of(shares, num_steps(setup.config.training, source)), start)
 
 
 def refuse_changed_rows(setup: Setup, rows: EncodedData) -> None:

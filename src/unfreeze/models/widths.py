@@ -28,6 +28,8 @@ def tap_width(model: Decoder, tap: Tap) -> int:
             f" head to compare; layers that have: {', '.join(have) or 'none'}",
             next="name such layers (--distillation.layers), or compare hidden states (--distillation.hidden)",
         )
+    if tap.name == "logit":
+        return sizes.heads
     heads = sizes.heads if tap.name in ("q", "q_plain") else sizes.key_heads
     if tap.name == "v":
         return heads * sizes.value_width

@@ -7,6 +7,7 @@ names are rounded to INT4 at the end, as Kimi-K2's are.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from unfreeze.config.parse import parse
@@ -16,6 +17,7 @@ from unfreeze.job import job
 from unfreeze.job.end.folder import typed
 from unfreeze.job.only import all_weights, balanced
 from unfreeze.job.parts import Parts
+from unfreeze.job.source import encoded_rows, growing_rows
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -36,6 +38,7 @@ def parts(config: Config) -> Parts:
     """Return the Parts of pretraining: loss on every token, all weights trained, experts balanced."""
     from unfreeze.objectives.cross_entropy import cross_entropy
 
+    stages = config.data.stages
     return Parts(
         recipe="pretrain",
         trained=all_weights(config.training, config.optimizer.balance_rate),
@@ -43,5 +46,13 @@ def parts(config: Config) -> Parts:
         start=job.open_start,
         encoding={"supervise": "all"},
         after_update=balanced(config.optimizer.balance_rate, config.training.only),
+        source=partial(growing_rows, stages) if stages else encoded_rows,
+        start_lines=[_growing(config)] if stages else [],
         chat=False,
     )
+
+
+def _growing(config: Config) -> str:
+    """Return the start line of data.sequence_lengths."""
+    stages = [f"{length:,} tokens for {share:.0%} of the steps" for length, share in config.data.stages]
+    return f"documents of up to {', then '.join(stages)}, then {config.data.sequence_length:,}"

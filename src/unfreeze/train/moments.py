@@ -75,6 +75,21 @@ class Float32:
         return {"exp_avg": rows, "exp_avg_sq": rows}
 
 
+class Momentum:
+    """Muon's one moment, in float32: 4 bytes per parameter. It is of whole rows, as Float32's."""
+
+    def __init__(self, master: Tensor):
+        self.step = torch.zeros((), dtype=torch.float32)
+        self.momentum = torch.zeros_like(master, requires_grad=False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"step": self.step, "momentum": self.momentum}
+
+    def parts(self, rows: Rows) -> dict[str, Part]:
+        """Return the part of each tensor held here, for these rows of the parameter."""
+        return {"momentum": rows}
+
+
 class Int8:
     """Moments as codes in the shape of the parameter, and a scale per block of each row.
 

@@ -14,7 +14,7 @@ away.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -27,7 +27,7 @@ from unfreeze.kernels import adamw as kernel
 from unfreeze.parallel.processes.collectives import ALONE, Group, buckets
 from unfreeze.parallel.processes.mesh import HeldPart
 from unfreeze.train.host_state import OnDevice, Place
-from unfreeze.train.moments import Int8, Moments, Part, state_of
+from unfreeze.train.moments import Float32, Int8, Moments, Momentum, Part, state_of
 
 
 class NonFinite(UserError):
@@ -61,12 +61,16 @@ class AdamW:
         held     parameter name -> the part this process holds (processes/mesh.py). None: all of each
         place    storage of the moments between updates (train/host_state.py)
 
+    A class that builds on this one updates the parameters `_elsewhere` itself (train/muon.py).
+
     State is created here, not at the first step, so that all memory is allocated before the run starts, and a
     save can be checked name by name.
     Raises ConfigError if no parameter trains, or if a parameter has other rows than are held. While FSDP2 has
     a module all-gathered, its parameters are full tensors, not the local shards; an optimizer created then
     would update copies.
     """
+
+    _elsewhere: Collection[str] = ()
 
     def __init__(
         self,
@@ -103,9 +107,11 @@ class AdamW:
         }
         self._place: Place = place or OnDevice()
         self._held = held
+        # the parameters that AdamW itself updates: all, unless a class that builds on this one has others
         self._state = {
             name: state_of(moments, name, master, self._place.like(master), self._first(name))
             for name, master in self._masters.items()
+            if name not in self._elsewhere
         }
         self._place.keep(self._state)
         self._gradients: dict[str, Tensor] = {}  # of half-precision weights
@@ -266,11 +272,16 @@ class AdamW:
         self.refuse_non_finite(norm)
         # 1e-6 as in torch.nn.utils.clip_grad_norm_
         scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+        self._used = self._move(learning_rate, scale)
+        return Update(grad_norm=norm, clip_scale=scale)
+
+    def _move(self, learning_rate: float, scale: float) -> float:
+        """Update every parameter that has a gradient, times `scale`; return the rate that was used."""
         rule = kernel.AdamWRule(learning_rate, self._betas, self._eps, scale)
         probe = _probe(rule) if self._on_cpu else None
         due: dict[str, kernel.AdamWUpdate] = {}
-        for name, master in self._masters.items():
-            gradient, parameter, state = self.gradient(name), self.parameters[name], self._state[name]
+        for name, state in self._state.items():
+            gradient, parameter, master = self.gradient(name), self.parameters[name], self._masters[name]
             if gradient is None:
                 continue
             state.step += 1.0
@@ -288,8 +299,7 @@ class AdamW:
                 int(state.step),
             )
         self._apply(due, [] if probe is None else [probe], rule)
-        self._used = rule.learning_rate if probe is None else _applied(probe, rule)
-        return Update(grad_norm=norm, clip_scale=scale)
+        return rule.learning_rate if probe is None else _applied(probe, rule)
 
     def _apply(
         self, due: Mapping[str, kernel.AdamWUpdate], others: list[kernel.AdamWUpdate], rule: kernel.AdamWRule
@@ -321,10 +331,13 @@ class AdamW:
         self._place.settle()
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
-            tensors |= {f"{part}.{name}": tensor for part, tensor in self._state[name].tensors().items()}
+            tensors |= {f"{part}.{name}": tensor for part, tensor in self._moments_of(name).tensors().items()}
             if name in self._half or self.held(name, ALONE).half:
                 tensors[f"master.{name}"] = master
         return tensors
+
+    def _moments_of(self, name: str) -> Float32 | Int8 | Momentum:
+        return self._state[name]
 
     def weights(self) -> dict[str, Tensor]:
         """Return the live weights by name, as the model computes with them.
@@ -340,7 +353,7 @@ class AdamW:
         for name in self.parameters:
             if (rows := self.held(name, ALONE).rows) is not None:
                 parts |= {name: rows, f"master.{name}": rows}
-                parts |= {f"{part}.{name}": of for part, of in self._state[name].parts(rows).items()}
+                parts |= {f"{part}.{name}": of for part, of in self._moments_of(name).parts(rows).items()}
         return parts
 
     def _describe_non_finite(self, norm: float) -> str:

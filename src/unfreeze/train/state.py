@@ -13,7 +13,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -136,7 +136,7 @@ def start_or_resume(
     state = State(run, model, optimizer, schedule, after_update)
     if run.saved is None or run.save_path is None:
         return state
-    run.refuse_changes(run.saved["schedule"], plain_json(asdict(schedule)), "schedule.")
+    run.refuse_changes(run.saved["schedule"], plain_json(schedule.record()), "schedule.")
     run.refuse_changes(run.saved["optimizer"], plain_json(optimizer.settings), "optimizer.")
     _load_tensors(SavedShards(run.save_path, run.saved.get("files")), state.tensors(), state.parts())
     state.step, state.cursor, state.best = run.step, run.cursor, run.saved.get("best")
@@ -197,7 +197,7 @@ def record_of(state: State) -> dict[str, Any]:
         "format": 1,
         "step": state.step,
         "cursor": state.cursor,
-        "schedule": asdict(state.schedule),
+        "schedule": state.schedule.record(),
         "optimizer": state.optimizer.settings,
         "best": state.best,
         "heldout": state.heldout,

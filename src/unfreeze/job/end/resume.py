@@ -50,7 +50,12 @@ DERIVED = {
     "training.epochs": _STEPS,
     "optimizer.warmup": ("schedule.warmup_steps",),
     "optimizer.decay": ("schedule.decay_steps",),
-    "optimizer.schedule": ("schedule.kind", "schedule.decay_steps"),
+    "optimizer.schedule": ("schedule.kind", "schedule.decay_steps", "schedule.final", "schedule.start"),
+    "muon.momentum": ("optimizer.momentum",),
+    "muon.update_scale": ("optimizer.update_scale",),
+    "muon.adamw_rate": ("optimizer.adamw_rate",),
+    "optimizer.start": ("schedule.start",),
+    "optimizer.final": ("schedule.final",),
 }
 """Config field -> fields of the saved schedule derived from it. The saved optimizer uses config names."""
 

@@ -141,6 +141,7 @@ class Planning:
             longest=longest,
             mean_length=mean_length(self.lengths) if self.lengths else None,
             optimizer_moments=config.optimizer.moments,
+            optimizer=config.optimizer.kind,
             receipt_bytes=COPY_BYTES,
             processes=self.processes,
             aside=aside,

@@ -13,16 +13,18 @@ from unfreeze.job.watch.samples import ANSWER, Prompt
 if TYPE_CHECKING:
     import torch
 
-    from unfreeze.config.tables import Optimizer
+    from unfreeze.config.training import TrainingConfig
     from unfreeze.models import Decoder
     from unfreeze.parallel.placement.residency import Streamed
     from unfreeze.parallel.plan import Plan
+    from unfreeze.parallel.processes.collectives import Group
     from unfreeze.parallel.processes.mesh import HeldPart
     from unfreeze.train.fit import OnStep
     from unfreeze.train.optim import AdamW
+    from unfreeze.train.qk_clip import QkClip
     from unfreeze.train.run import Run
     from unfreeze.train.state import State
-    from unfreeze.train.step import StepResult
+    from unfreeze.train.step import Objective, StepResult
 
 
 def transfers_of(model: Decoder) -> list[OnStep]:
@@ -43,19 +45,58 @@ def keep_boundary(model: Decoder, layout: Layout, device: torch.device) -> None:
 
 def optimizer_of(
     model: Decoder,
-    config: Optimizer,
+    config: TrainingConfig,
     layout: Layout,
     device: torch.device,
     held: Callable[[str], HeldPart] | None,
+    group: Group,
 ) -> AdamW:
-    """Create AdamW for the trained parameters, with its moments where the plan puts them. held: see AdamW."""
+    """Create the optimizer of the trained parameters, with its moments where the plan puts them.
+
+    held: see AdamW. group: all processes of the run.
+    """
     from unfreeze.parallel.processes.lanes import lane_of
     from unfreeze.train.host_state import InHost
     from unfreeze.train.optim import AdamW
 
+    if config.optimizer.kind == "muon":
+        return muon_of(model, config, held, group)
     place = InHost(device, lane_of(device), lane_of(device)) if layout.optimizer == "host" else None
-    more: dict[str, Any] = {"weight_decay": config.weight_decay, "moments": config.moments}
+    more: dict[str, Any] = {
+        "weight_decay": config.optimizer.weight_decay,
+        "moments": config.optimizer.moments,
+    }
     return AdamW(model, **more, held=held, place=place)
+
+
+def muon_of(
+    model: Decoder, config: TrainingConfig, held: Callable[[str], HeldPart] | None, group: Group
+) -> AdamW:
+    """Create Muon for the matrices of hidden layers, with AdamW for the other weights."""
+    from unfreeze.models.matrices import hidden_matrices
+    from unfreeze.train.muon import Muon
+    from unfreeze.train.orthogonal import MuonRule
+
+    return Muon(
+        model,
+        hidden_matrices(model),
+        rule=MuonRule(config.muon.momentum, config.muon.update_scale, config.muon.adamw_rate),
+        weight_decay=config.optimizer.weight_decay,
+        moments=config.optimizer.moments,
+        held=held,
+        group=group,
+    )
+
+
+def clips_of(
+    model: Decoder, config: TrainingConfig, optimizer: AdamW, objective: Objective, group: Group
+) -> list[QkClip]:
+    """Return what scales heads back after an update, if muon.qk_clip is set."""
+    from unfreeze.train.qk_clip import LargestLogits, QkClip
+
+    if not isinstance(objective, LargestLogits):
+        return []
+    return [QkClip(model, optimizer, objective, config.muon.qk_clip, group)]
 
 
 class TransferEvents:

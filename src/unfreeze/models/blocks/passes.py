@@ -22,6 +22,7 @@ from torch import Tensor
 from unfreeze.core.batch import send
 from unfreeze.kernels import compressed
 from unfreeze.kernels.attention import CAUSAL, DocumentLayout, Mask
+from unfreeze.kernels.attention.largest import largest_scores
 from unfreeze.kernels.packed_attention import packed_attention
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.kernels.recurrence import Inputs, Rule, Segments, final_states, packed_recurrence
@@ -210,6 +211,7 @@ class PackedPass:
             self.taps.put("q", q_THd)
             self.taps.put("k", k_TGd)
             self.taps.put("v", v_TGv)
+            self._tap_logit(q_THd, k_TGd, scale, mask)
         return packed_attention(
             q_THd,
             k_TGd,
@@ -221,6 +223,13 @@ class PackedPass:
             sinks_H=sinks_H,
             reuse=self.reuse_expensive,
         )
+
+    def _tap_logit(self, q_THd: Tensor, k_TGd: Tensor, scale: float, mask: Mask) -> None:
+        """Tap the largest scores if requested. A recomputation puts nothing there: no gradient needs them."""
+        if self.taps is not None and "logit" in self.taps.names:
+            second = self.saved is not None and self.saved.second
+            largest = q_THd.new_empty(0) if second else largest_scores(q_THd, k_TGd, self.layout, scale, mask)
+            self.taps.put("logit", largest)
 
     def select(self, index: Index, keys: int) -> Tensor:
         """The best `keys` keys of every token, as attend_selected takes them."""

@@ -369,6 +369,7 @@ def seconds_of(
         every_weight=request.work.rank is None,
         micro_batches=request.work.micro_batches,
         adapted=_adapted(sizes, counts),
+        orthogonal=sizes.orthogonal_flop if request.work.optimizer == "muon" else 0.0,
     )
     time = seconds(counts, fleet, rates, layout, step, imbalance=imbalance, second=second)
     answers = request.work.answers

@@ -27,6 +27,7 @@ one if weights train.
     optimizer  trained here / optimizer                          moments in host memory: 8 B · trained here /
                                                                  host link if that is longer
     sums       2 · 4 B · trained here · (c - 1) / c / link       c devices hold a copy; sharded: half
+    orthogonalisation  its FLOP / dense                          with Muon; divided by n if sharded
     waits      grouped products · (experts · launch + wait)      only where they are a loop over experts
     launches   launches · launch                                 the part the device does not hide
     host       the update's Python after the read                on a GPU, which is idle meanwhile
@@ -61,7 +62,8 @@ ALL_TO_ALL_SHARE = 0.75
 NETWORK = 50e9  # bytes/s per GPU between hosts, one direction: one port of 400 Gb/s each
 HOST_MEMORY = 200e9  # bytes/s of AdamW on the host
 IMBALANCE = 1.1  # busiest device over the mean, if experts are split
-ONCE = ("optimizer", "sum of gradients", "host")  # terms of a step that its micro-batches share
+# terms of a step that its micro-batches share
+ONCE = ("optimizer", "orthogonalisation", "sum of gradients", "host")
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Step:
 
     trained: parameters that one device trains, of routed "experts" and of everything else, "dense".
     adapted: share of linear layers' widths that have adapters.
+    orthogonal: FLOP of Muon's orthogonalisation; 0 with AdamW.
     """
 
     tokens: int
@@ -104,6 +107,7 @@ class Step:
     every_weight: bool = False
     micro_batches: int = 1
     adapted: float = 1.0
+    orthogonal: float = 0.0
 
 
 def seconds(
@@ -179,6 +183,7 @@ def seconds(
         "second model": second,
         "head": t * 2 * D * counts.vocab_size * (3 if step.every_weight else 2) / rates.head,
         "optimizer": _update(layout, here / rates.optimizer / (n if layout.sharded else 1), here, n, host),
+        "orthogonalisation": step.orthogonal / rates.dense / (n if layout.sharded else 1),
         "waits of grouped products": waits if rates.loop else 0.0,
         "launches": max(0.0, queued - layers),
         "host": passes.after_the_read(counts) * rates.launch if fleet.kind == "cuda" else 0.0,

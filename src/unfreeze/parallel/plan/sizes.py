@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from torch import nn
 
@@ -10,6 +11,7 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.bytes import AttentionShape, Block
 from unfreeze.models.indexers import sparse_layers
+from unfreeze.models.matrices import flop, hidden_matrices, workspace
 from unfreeze.models.targets import largest_per_rank, per_rank
 from unfreeze.parallel.placement.peers import rest_bytes
 from unfreeze.parallel.placement.residency import bytes_of_expert, come_whole, streamed_bytes
@@ -49,6 +51,9 @@ class Sizes:
     streamed        bytes of routed experts in each layer that has some: what can be offloaded
     rest            bytes of each layer's other weights: what can be sharded over peers
     of_expert       for each of those layers, bytes of one expert in each offloaded tensor
+    matrices        weights of the hidden layers' matrices: those that Muon moves (models/matrices.py)
+    orthogonal      bytes of Muon's workspace at its largest matrix or stack
+    orthogonal_flop of its orthogonalisation of all
     come_whole      True if a layer's experts cannot be loaded in groups
     num_experts, experts_per_token, expert_width   of a layer of the whole model
     """
@@ -90,6 +95,9 @@ class Sizes:
     expert_width: int = 0
     largest_layer: int = 0
     ends: int = 0
+    matrices: int = 0
+    orthogonal: int = 0
+    orthogonal_flop: int = 0
 
     def adapter_parameters(self, rank: int | None, experts_rank: int | None) -> int:
         """Count adapter parameters: dense at `rank`, experts at `experts_rank` (or `rank`); 0 without."""
@@ -132,6 +140,7 @@ def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") 
     cast = max(layer.adapter_per_rank + layer.scratch_per_rank * dtype.itemsize for layer in layers)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     dense_per_rank, experts_per_rank = per_rank(lora, model) if lora else (0, 0)
+    matrices = [] if lora else [weight.shape for weight in hidden_matrices(model).values()]
     dense_largest, experts_largest = largest_per_rank(model, lora.targets) if lora else (0, 0)
     return Sizes(
         base=base,
@@ -170,6 +179,9 @@ def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") 
         expert_width=shape.moe_intermediate_size,
         largest_layer=max(map(_elements, model.layers)),
         ends=_elements(model) - sum(map(_elements, model.layers)),
+        matrices=sum(map(prod, matrices)),
+        orthogonal=max((workspace(each, 2 if device == "cuda" else 4) for each in matrices), default=0),
+        orthogonal_flop=sum(map(flop, matrices)),
     )
 
 

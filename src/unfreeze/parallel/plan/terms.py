@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 STATE = ("adapter", "gradients", "optimizer")
 """Terms of trained state."""
 MOMENT_BYTES = {"float32": 8.0, "int8": 2.0 + 8.0 / 256}  # per trained parameter: train/moments.py
+MOMENTUM_BYTES = 4.0  # Muon's one moment
 GRADIENT_BYTES = 4  # adapters, their gradients, and sums of gradients are fp32
 MOMENT_SLOTS, MOMENT_CHUNK = 2, 64 << 20  # if they are in host memory: train/host_state.py
 LOAD_BUFFERS = THREADS * CHUNK  # checkpoint/stream.py: one buffer per reading thread
@@ -71,6 +72,7 @@ class Work:
     rank: int | None = None
     experts_rank: int | None = None
     optimizer_moments: Literal["float32", "int8"] = "float32"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     loss_rows: int = 2048
     loss_bytes: int = 10
     micro_batches: int = 1
@@ -243,7 +245,7 @@ def replanned(before: Plan, layout: Layout | None = None, **work: Any) -> Plan:
 
 def _stays(sizes: Sizes, layout: Layout, work: Work) -> dict[str, int]:
     """Return what stays during the whole run besides the base."""
-    moments = MOMENT_BYTES[work.optimizer_moments]
+    moments = _bytes_of_moments(sizes, work)
     if work.rank is not None:
         adapter, state = sizes.adapter_parameters(work.rank, work.experts_rank) * 4, _moments_of(sizes, work)
         if layout.optimizer == "device" or layout.adapters == "host":
@@ -265,6 +267,12 @@ def _stays(sizes: Sizes, layout: Layout, work: Work) -> dict[str, int]:
     if work.receipt_bytes:  # copies of what the optimizer updates, fp32
         stays["copies for the receipt"] = min(weights * max(sizes.compute_bytes, 4), work.receipt_bytes)
     return stays
+
+
+def _bytes_of_moments(sizes: Sizes, work: Work) -> float:
+    """Return the bytes of the moments per trained parameter, on average if Muon moves some of them."""
+    each, muon = MOMENT_BYTES[work.optimizer_moments], work.optimizer == "muon" and sizes.matrices
+    return each + (MOMENTUM_BYTES - each) * sizes.matrices / sizes.elements if muon else each
 
 
 def _moments_of(sizes: Sizes, work: Work) -> int:
@@ -320,10 +328,13 @@ def _gradients(sizes: Sizes, layout: Layout, work: Work) -> tuple[int, int, int]
 def _moments(sizes: Sizes, layout: Layout, work: Work) -> list[dict[str, int]]:
     """Return the live memory at each candidate for the worst moment.
 
-    They are those of `_micro_batch`, `_exchange` and `_answers`.
+    They are those of `_micro_batch`, `_exchange`, `_answers` and, with Muon, of its largest update.
     """
     sums = work.processes > 1 and not layout.sharded
     moments = [*_micro_batch(sizes, layout, work), *([_exchange(sizes, work)] if sums else [])]
+    if work.optimizer == "muon":
+        every = sizes.elements * GRADIENT_BYTES if sums else _gradients(sizes, layout, work)[0]
+        moments.append({"gradients": every, "orthogonalisation": sizes.orthogonal})
     return moments if work.answers is None else [*moments, _answers(sizes, work, work.answers)]
 
 
