@@ -21,6 +21,7 @@ from unfreeze.checkpoint.keymap import StackRule
 from unfreeze.core.errors import CheckpointError, printable
 from unfreeze.core.lazy import on_first_use
 from unfreeze.models import (
+    chain_of_experts,
     deepseek_v2,
     deepseek_v3,
     deepseek_v4,
@@ -113,6 +114,7 @@ __all__ = [
 ]
 
 FAMILIES: dict[str, ModuleType] = {
+    "chain_of_experts": chain_of_experts,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "deepseek_v32": deepseek_v32,

@@ -19,6 +19,7 @@ from unfreeze.kernels.attention import DocumentLayout
 from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
 from unfreeze.models.blocks.bytes import Block
 from unfreeze.models.blocks.cache import Cache
+from unfreeze.models.blocks.chain import again_of
 from unfreeze.models.blocks.embedding import Embedding
 from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.moe import MoE
@@ -78,9 +79,21 @@ class Decoder(nn.Module):
         return [holder.packed for holder in holders if holder.codec is not None]
 
     def moe_layers(self) -> dict[int, MoE]:
-        """Layer index -> its mixture of experts, for the layers that have one."""
+        """Layer index -> its mixture of experts, for the layers that have one.
+
+        Pass p of a chain, from 1 on, has the number index + p · num_layers (blocks/chain.py).
+        """
         mixtures = {index: getattr(layer, "moe", layer.mlp) for index, layer in enumerate(self.layers)}
+        later = (again for layer in self.layers for again in again_of(layer))
+        mixtures |= sorted((again.layer, again) for again in later)
         return {index: moe for index, moe in mixtures.items() if isinstance(moe, MoE)}
+
+    def moe_names(self) -> dict[int, str]:
+        """Key of moe_layers -> its name in events: "3" is layer 3, "3.1" its second pass."""
+        depth = self.shape.num_layers
+        return {
+            key: f"{key % depth}.{key // depth}" if key >= depth else f"{key}" for key in self.moe_layers()
+        }
 
     def unshard(self) -> None:
         """All-gather embedding, norm and head if weights are sharded. Does nothing here, like `reshard`."""

@@ -299,9 +299,7 @@ def start_lines(
     """The plan in three lines: model, memory, trained weights; and a line for the second model if any."""
     from unfreeze.parallel.plan.words import all_parameters, experts_held, groups_of
 
-    experts = (
-        f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
-    )
+    experts = shape.expert_words
     files = f"{decimal_bytes(start.nbytes)} in files" if start.tensors else "no weights yet"
     if trained.lora is None:
         what = "every weight"
