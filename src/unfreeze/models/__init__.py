@@ -88,6 +88,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAMILIES",
+    "ONLY_HERE",
     "RECOMPUTE",
     "WRAPPERS",
     "Decoder",
@@ -159,6 +160,9 @@ FAMILIES: dict[str, ModuleType] = {
     "seed_oss": seed_oss,
     "smollm3": smollm3,
 }
+
+ONLY_HERE = frozenset(("chain_of_experts",))
+"""Model types of this project: no other program loads them."""
 
 
 def _family(config: Mapping[str, Any]) -> ModuleType:

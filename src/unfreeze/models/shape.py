@@ -114,7 +114,7 @@ class Shape:
 
     @property
     def expert_words(self) -> str:
-        """", 2 of 8 experts a token", and a chain's passes; "" if it has no experts."""
+        """ ", 2 of 8 experts a token", and a chain's passes; "" if it has no experts."""
         if self.moe is None:
             return ""
         passes = f" in each of {self.moe.passes} passes" if self.moe.passes > 1 else ""
