@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from unfreeze.config import tables
+from unfreeze.config.experts import Experts
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.field import about
 
@@ -58,4 +59,5 @@ class Config(TrainingConfig):
 
     data: Data
     optimizer: Optimizer = Optimizer()
+    experts: Experts = Experts()
     memory: Memory = Memory()

@@ -63,5 +63,7 @@ OF_INDEXERS: Sequence[Metric] = (
     metric("indexer_divergence", "Indexers differ from attention", "nats per token and layer"),
 )
 """Metrics of indexers that train beside any loss (objectives/following.py)."""
+OF_BALANCE: Sequence[Metric] = (metric("balance_loss", "Auxiliary loss of experts", "1 if all are even"),)
+"""Metrics of the auxiliary loss that balances experts (objectives/balanced.py)."""
 EARLIER: Sequence[Metric] = (*OF_TEACHER[1:3], *OF_ANSWERS[1:5], *OF_TEACHER[3:], *OF_ANSWERS[5:])
 """Metrics of a run whose start event lists none; those in its events are shown."""

@@ -227,6 +227,7 @@ def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
         objective = parts.second.objective(model, setup.device, config.memory.dtype)
     if layers := trained_indexers(model):
         objective = Following(objective, layers)
+    objective = parts.beside(model, objective)
     speaker = Model(model, setup.tokenizer, stop_ids=end_ids(setup.start, setup.tokenizer))
     if group.lockstep:
         speaker.engine.agreed = partial(of_the_first, group, model.device)

@@ -62,7 +62,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
             )
     if config["inner_norm"] and not (config["inner_residual"] and config["outer_residual"]):
         raise CheckpointError(
-            "config.json: inner_norm true has one true residual, so inner_residual and outer_residual are true",
+            "config.json: inner_norm true has one true residual: inner_residual and outer_residual are true",
             next='write "inner_norm": false to choose the residuals',
         )
     require(config, "num_experts_per_tok")

@@ -23,6 +23,7 @@ from unfreeze.models.blocks.chain import again_of
 from unfreeze.models.blocks.embedding import Embedding
 from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.moe import MoE
+from unfreeze.models.blocks.noise import Noise
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import PackedPass, PrefillPass
 from unfreeze.models.blocks.residency import RESIDENT, Residency
@@ -162,6 +163,7 @@ class Decoder(nn.Module):
             boundary=self.boundary,
             routes=self._routes(batch),
             tokens_T=batch.tokens_T,
+            noise=None if batch.draw is None else Noise(batch.draw, batch.num_tokens),
         )
 
         # whole documents in chunks of at most `limit` tokens, which bound a layer's activations
@@ -169,8 +171,10 @@ class Decoder(nn.Module):
             layout = DocumentLayout.build(starts, rows.stop - rows.start, self.device)
             theirs = {name: (cos[rows], sin[rows]) for name, (cos, sin) in named.items()}
             routes = {layer: ids_TK[rows] for layer, ids_TK in run.routes.items()}
-            tables, tokens_T = (cos_Tr[rows], sin_Tr[rows]), batch.tokens_T[rows]
-            return rows, PackedPass(*tables, layout, named=theirs, routes=routes, tokens_T=tokens_T)
+            own = PackedPass(cos_Tr[rows], sin_Tr[rows], layout, named=theirs, routes=routes)
+            own.tokens_T = batch.tokens_T[rows]
+            own.noise = None if run.noise is None else run.noise.part(rows)
+            return rows, own
 
         limit = chunk_tokens(self.shape.num_experts, self.shape.experts_per_token, self.device.type)
         if limit is not None and limit < batch.num_tokens and not self.exchanges:

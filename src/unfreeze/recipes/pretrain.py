@@ -40,13 +40,14 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
 def parts(config: Config) -> Parts:
     """Return the Parts of pretraining: loss on every token, all weights trained, experts balanced."""
     from unfreeze.objectives.cross_entropy import cross_entropy
+    from unfreeze.recipes.experts import beside, source, watches
 
     rate = config.optimizer.balance_rate
 
     def balance(model: Decoder) -> Sequence[LossFreeBalance]:
         from unfreeze.train.balance import LossFreeBalance
 
-        biased = any(hasattr(moe.gate, "e_score_correction_bias") for moe in model.moe_layers().values())
+        biased = any(moe.gate.e_score_correction_bias is not None for moe in model.moe_layers().values())
         return (LossFreeBalance(model, rate),) if biased and rate else ()
 
     return Parts(
@@ -55,6 +56,9 @@ def parts(config: Config) -> Parts:
         objective=cross_entropy,
         start=job.open_start,
         encoding={"supervise": "all"},
+        beside=beside(config.experts),
+        source=source(config.experts),
         after_update=balance,
+        on_step=watches(rate, config.experts),
         chat=False,
     )

@@ -33,7 +33,7 @@ class LossFreeBalance:
     The bias is e_score_correction_bias, fp32 [E].
     train/fit.py calls this after the weight update, with the tokens per expert of *all* micro-batches of the
     step: not once per micro-batch, not in evaluation, and recomputation doesn't count (docs/why/trust.md M2).
-    `num_updates` counts its updates in this process. Passes of a chain that share a gate share its bias, whose
+    `num_updates` counts its updates in this process. Passes of a chain that share a gate share its bias; its
     load is then the sum of theirs.
     A rate of 0.001 changes a sigmoid score's rank slowly; tiny models trained for few steps need about 0.01.
     """

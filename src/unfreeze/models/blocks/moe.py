@@ -85,13 +85,13 @@ class MoE(Block):
         return router + routed + self.shared_experts.bytes(dtype, device)
 
     def _chosen(self, scores_TE: Tensor, run: Pass) -> Tensor:
+        if run.taps is not None and "router" in run.taps.names:
+            run.taps.append("router", self.gate.shares(scores_TE))
+        noise = None if run.noise is None else partial(run.noise, self.layer)
         # Recomputation reuses the ids: rounding could choose other experts.
-        ids_TK = run.reuse(lambda: self._counted(self._choose(scores_TE), run.route(self.layer)))
+        ids_TK = run.reuse(lambda: self._counted(self.gate.choose(scores_TE, noise), run.route(self.layer)))
         run.chose(self.layer, ids_TK)
         return ids_TK
-
-    def _choose(self, scores_TE: Tensor) -> Tensor:
-        return self.gate.choose(scores_TE)
 
     def _counted(self, own_TK: Tensor, given_TK: Tensor | None) -> Tensor:
         """The given ids where a token has them, else its own; the weights come from the live scores of both.
