@@ -76,7 +76,7 @@ class BiasWatch:
                 state.step,
                 message=(
                     f"expert_bias unchanged for {self.steps} steps in layer"
-                    f" {', '.join(names[key] for key in still)} although the load is uneven: balancing is inert"
+                    f" {', '.join(names[key] for key in still)}, though the load is uneven: balancing is inert"
                 ),
             )
         self._look(state)
