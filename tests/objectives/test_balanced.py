@@ -103,7 +103,9 @@ def test_value_and_gradient_are_transformers_over_k(top_k):
     config._experts_implementation = "eager"
     reference = transformers.Qwen3MoeForCausalLM(config).float()
     model = build(fields)
-    names = {name: name.removesuffix(".weight") if ".experts." in name else name for name in model.state_dict()}
+    names = {
+        name: name.removesuffix(".weight") if ".experts." in name else name for name in model.state_dict()
+    }
     reference.load_state_dict({names[name]: tensor for name, tensor in model.state_dict().items()})
 
     document = examples()[0]
@@ -216,13 +218,7 @@ def test_sixty_steps_of_it_alone_even_a_skewed_router():
     optimizer, spread = AdamW(model), []
     for _ in range(60):
         result = train_step(
-            model,
-            optimizer,
-            cut(2),
-            objective,
-            learning_rate=3e-3,
-            max_norm=1.0,
-            recompute=models.plain,
+            model, optimizer, cut(2), objective, learning_rate=3e-3, max_norm=1.0, recompute=models.plain
         )
         spread.append(result.metrics["balance_loss"])
     assert spread[-1] < 1.1 < spread[0]

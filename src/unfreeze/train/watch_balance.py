@@ -44,31 +44,31 @@ class BiasWatch:
     """Warns if a router's bias is unchanged for STEPS steps in which its load was uneven.
 
     It compares the bias that the router has, not the one that the balancer moves: after a buffer was replaced
-    they are two, and balancing is present but inert.
+    they are two, and balancing is present but inert. The host reads from the device once per STEPS.
     """
 
     def __init__(self, steps: int = STEPS):
         self.steps = steps
-        self._seen: dict[int, Tensor] = {}
+        self._last: dict[int, Tensor] = {}
+        self._moved: dict[int, Tensor] = {}
         self._since = 0
         self._uneven: set[int] = set()
         self._warned: set[int] = set()
 
     def __call__(self, state: State, result: StepResult) -> None:
-        if not self._seen:
-            self._look(state)
-            return
-        self._uneven |= {
-            key for key, load in result.expert_load.items() if result.applied and len(set(load)) > 1
-        }
+        now = biases(state.model)
+        if not self._last:
+            self._begin(state)
+        # step by step, on the device: a bias that swings may be back where it was after any number of steps
+        for key, bias in now.items():
+            self._moved[key] |= bias.ne(self._last[key]).any()
+        self._last = {key: bias.clone() for key, bias in now.items()}
+        if result.applied:
+            self._uneven |= {key for key, load in result.expert_load.items() if len(set(load)) > 1}
         if state.step - self._since < self.steps:
             return
-        still = [
-            key
-            for key, bias in biases(state.model).items()
-            if key in self._uneven and key not in self._warned and torch.equal(bias, self._seen[key])
-        ]
-        if still:
+        judged = self._uneven & now.keys() - self._warned
+        if still := sorted(key for key in judged if not bool(self._moved[key])):
             names = state.model.moe_names()
             self._warned |= set(still)
             state.run.events.emit(
@@ -79,8 +79,12 @@ class BiasWatch:
                     f" {', '.join(names[key] for key in still)}, though the load is uneven: balancing is inert"
                 ),
             )
-        self._look(state)
+        self._begin(state)
 
-    def _look(self, state: State) -> None:
-        self._seen = {key: bias.clone() for key, bias in biases(state.model).items()}
+    def _begin(self, state: State) -> None:
+        now = biases(state.model)
+        self._last = {key: bias.clone() for key, bias in now.items()}
+        self._moved = {
+            key: torch.zeros((), dtype=torch.bool, device=bias.device) for key, bias in now.items()
+        }
         self._since, self._uneven = state.step, set()

@@ -48,7 +48,7 @@ def probabilities(rule: RoutingRule, temperature: float) -> list[float]:
     z = LOGITS_E.double()
     scores = z.sigmoid() if rule.score == "sigmoid" else z.softmax(0)
     if rule.correction:
-        scores = (scores + BIAS_E.double()).clamp(min=1e-9)
+        scores = (scores + (BIAS_E - BIAS_E.mean()).double()).clamp(min=1e-9)
     return (scores ** (1 / temperature) / (scores ** (1 / temperature)).sum()).tolist()
 
 
@@ -118,6 +118,12 @@ def test_towards_zero_the_best_are_drawn(name):
     assert torch.equal(cold, router.choose(scores_TE))
     warm = router.choose(scores_TE, partial(Noise(Draw(7, 1.0), 500), 0))
     assert not torch.equal(warm, router.choose(scores_TE))
+
+
+def test_a_bias_that_drifts_as_a_whole_changes_no_draw(monkeypatch):
+    expected = drawn(RULES["sigmoid and bias"], 2, 1.0)
+    monkeypatch.setitem(globals(), "BIAS_E", BIAS_E + 0.5)
+    assert (drawn(RULES["sigmoid and bias"], 2, 1.0) == expected).float().mean() > 0.999  # but for rounding
 
 
 def test_experts_of_groups_that_are_left_out_are_never_drawn():

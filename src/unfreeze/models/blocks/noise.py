@@ -2,7 +2,8 @@
 
 They are K draws without replacement in proportion to q^(1/τ), the order of their values that of the draws:
 expert a first with p_a, then b with p_b / (1 - p_a), and so on. For K = 1 this is the softmax of log(q) / τ.
-q is what the router compares: its scores plus the selection bias if it has one, none below 1e-9.
+q is what the router compares: its scores plus the selection bias less its mean, if it has one; none is below
+1e-9.
 Sources: Gumbel-top-k, arXiv:1903.06059; Plackett and Luce.
 
 T tokens of a micro-batch, E experts.

@@ -158,13 +158,14 @@ class Router(nn.Module):
     def choose(self, scores_TE: Tensor, noise: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """ids [T, K]: the K largest scores, with bias and best groups if the rule has them.
 
-        noise: perturbs what is then compared (blocks/noise.py), so that the K are drawn.
+        noise: perturbs what is then compared (blocks/noise.py), so that the K are drawn. A bias then counts
+        less its mean, which no choice of the largest depends on.
         """
-        rule, scores_TE = self.routing, scores_TE.detach()
+        rule, scores_TE, bias = self.routing, scores_TE.detach(), self.e_score_correction_bias
         if noise is not None and rule.score == "logits":
             scores_TE = scores_TE.softmax(-1)
-        if self.e_score_correction_bias is not None:
-            scores_TE = scores_TE + self.e_score_correction_bias
+        if bias is not None:
+            scores_TE = scores_TE + (bias if noise is None else bias - bias.mean())
         if rule.groups > 1:
             grouped = scores_TE.unflatten(-1, (rule.groups, -1))
             of_group_TG = grouped.topk(rule.best, dim=-1).values.sum(-1)
