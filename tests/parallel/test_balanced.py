@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "train")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+sys.path.insert(0, str(Path(__file__).parent))
 import test_collectives as small
 
 from unfreeze import models

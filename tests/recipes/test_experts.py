@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "models")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+sys.path.insert(0, str(Path(__file__).parent))
 from chain_case import built
 from runs import Stopped, of_kind, stopping_at
 from safetensors.torch import load_file
@@ -164,11 +165,11 @@ def test_a_model_that_nothing_balances_is_warned_of_once(start, text, tmp_path):
 
 
 def test_what_has_no_effect_is_refused(start, text, tmp_path):
-    with pytest.raises(ValueError, match="no effect with experts.choice = best"):
+    with pytest.raises(ValueError, match=r"no effect with experts\.choice = best"):
         Experts(temperature=0.5)
     dense = start(DENSE)
     for field, value in (("balance_loss", 0.01), ("choice", "drawn")):
-        with pytest.raises(ConfigError, match=f"experts.{field} is given, but no layer") as caught:
+        with pytest.raises(ConfigError, match=rf"experts\.{field} is given, but no layer") as caught:
             ran(dense, text, tmp_path / field, **{f"experts.{field}": value})
         assert caught.value.next
     assert not list((tmp_path / "choice").glob("state/*"))

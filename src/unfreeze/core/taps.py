@@ -29,8 +29,8 @@ q_plain, k_plain   the outputs of projection and q_norm or k_norm, before the ro
          For MLA, the part of each head that never rotates
 divergence   [T], of a layer with an indexer: how far its scores are from its attention
          (kernels/sparse_attention.py)
-router   [T, E], of a layer with experts: the router's scores, divided by their sum over all experts. Of a chain
-         of experts [T, C E], pass after pass
+router   [T, E], of a layer with experts: the router's scores, divided by their sum over all experts. Of a
+         chain of experts [T, C E], pass after pass
 """
 TAP_NAMES: tuple[TapName, ...] = get_args(TapName)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from unfreeze.data import Cursor, Source
     from unfreeze.job.setup import EncodedData, Placed, Setup
     from unfreeze.models import Decoder
+    from unfreeze.models.blocks.moe import MoE
     from unfreeze.train.fit import OnStep
     from unfreeze.train.step import Objective
 
@@ -43,14 +44,14 @@ def source(experts: Experts) -> Callable[[Setup, EncodedData, Placed, Cursor | N
     return drawn if experts.choice == "drawn" else encoded_rows
 
 
-def routed(model: Decoder, field: str) -> dict[int, dict[int, object]]:
+def routed(model: Decoder, field: str) -> dict[int, dict[int, MoE]]:
     """Return layer -> its mixtures whose router chooses, by their keys.
 
     Raises ConfigError for a model without such a layer; `field` of [experts] asked for it.
     """
     from unfreeze.models.blocks.moe import HashMoE
 
-    by_layer: dict[int, dict[int, object]] = {}
+    by_layer: dict[int, dict[int, MoE]] = {}
     for key, moe in model.moe_layers().items():
         if not isinstance(moe, HashMoE):
             by_layer.setdefault(key % model.shape.num_layers, {})[key] = moe

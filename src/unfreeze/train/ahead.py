@@ -27,8 +27,8 @@ def look_ahead(
 ) -> None:
     """Call objective.begin(micro_batches, load), if it has one.
 
-    micro_batches: all of the step, on every process. load: layer -> choices per expert in all of them, float64
-    on the model's device; None if there is one micro-batch.
+    micro_batches: all of the step, on every process. load: layer -> choices per expert in all of them, in
+    float64 on the model's device; None if there is one micro-batch.
     """
     begin = getattr(objective, "begin", None)
     if begin is None:

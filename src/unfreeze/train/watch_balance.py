@@ -70,13 +70,14 @@ class BiasWatch:
         judged = self._uneven & now.keys() - self._warned
         if still := sorted(key for key in judged if not bool(self._moved[key])):
             names = state.model.moe_names()
+            layers = ", ".join(names[key] for key in still)
             self._warned |= set(still)
             state.run.events.emit(
                 "warning",
                 state.step,
                 message=(
-                    f"expert_bias unchanged for {self.steps} steps in layer"
-                    f" {', '.join(names[key] for key in still)}, though the load is uneven: balancing is inert"
+                    f"expert_bias unchanged for {self.steps} steps in layer {layers}, though the load is"
+                    " uneven: balancing is inert"
                 ),
             )
         self._begin(state)

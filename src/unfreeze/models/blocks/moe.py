@@ -87,9 +87,11 @@ class MoE(Block):
     def _chosen(self, scores_TE: Tensor, run: Pass) -> Tensor:
         if run.taps is not None and "router" in run.taps.names:
             run.taps.append("router", self.gate.shares(scores_TE))
-        noise = None if run.noise is None else partial(run.noise, self.layer)
+        choose = self.gate.choose
+        if run.noise is not None:
+            choose = partial(choose, noise=partial(run.noise, self.layer))
         # Recomputation reuses the ids: rounding could choose other experts.
-        ids_TK = run.reuse(lambda: self._counted(self.gate.choose(scores_TE, noise), run.route(self.layer)))
+        ids_TK = run.reuse(lambda: self._counted(choose(scores_TE), run.route(self.layer)))
         run.chose(self.layer, ids_TK)
         return ids_TK
 
