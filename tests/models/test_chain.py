@@ -12,10 +12,14 @@ from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach, sites
 from unfreeze.checkpoint import save_checkpoint
 from unfreeze.core.errors import CheckpointError
+from unfreeze.core.layout import RESIDENT
 from unfreeze.models.blocks.chain import ChainLayer, InnerChainLayer, again_of
 from unfreeze.models.publish import published, stored_dtypes
 from unfreeze.parallel.plan import measure_sizes
 from unfreeze.parallel.plan.counts import counts
+from unfreeze.parallel.plan.fleet import fleet
+from unfreeze.parallel.plan.rates import of_device
+from unfreeze.parallel.plan.seconds import Step, seconds
 from unfreeze.train.balance import LossFreeBalance
 
 DOCUMENTS = [[5, 17, 3, 88, 41, 2, 9], [11, 7], [60, 61, 62, 63]]
@@ -277,3 +281,21 @@ def test_a_config_that_cannot_be_is_refused_by_field(change, words):
     with pytest.raises(CheckpointError) as caught:
         models.shape({**CHAIN, **change})
     assert words in caught.value.message and caught.value.next
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_plans_seconds_grow_with_the_passes(own):
+    """Experts, routers and shared experts C times; attention once; bytes of weights once."""
+    fields = {"n_shared_experts": 1, "use_igate": own, "first_k_dense_replace": 1}
+    one, three = (counts(built(inner_iter=C, **fields)) for C in (1, 3))
+    machine = fleet("1xH100")
+    rates = of_device(machine.device)
+    times = [seconds(of, machine, rates, RESIDENT, Step(4096, 512, {})).terms for of in (one, three)]
+    for term in ("experts", "passes over rows", "routers"):
+        assert times[1][term] == pytest.approx(3 * times[0][term])
+    assert times[1]["attention"] == times[0]["attention"]
+    shared, dense = 3 * 64 * 48, 3 * 64 * 96
+    attention = 64 * (64 + 2 * 32 + 64)
+    assert one.dense == 3 * attention + dense + 2 * shared
+    assert three.dense - one.dense == 2 * 2 * shared
+    assert three.experts_bytes == one.experts_bytes and three.expanded == one.expanded
