@@ -168,6 +168,14 @@ def test_micro_batches_and_recomputation_give_the_gradient_of_one_batch(config, 
         assert result.expert_load == whole.expert_load
 
 
+def test_layers_in_chunks_of_documents_give_the_same_gradient(monkeypatch):
+    expected, _ = stepped(build(CHAIN), cut(1), recompute=models.plain)
+    monkeypatch.setattr("unfreeze.models.decoder.chunk_tokens", lambda *_: 30)
+    assert len(build(CHAIN).packed_pass(cut(1)[0]).chunks) > 1
+    own, _ = stepped(build(CHAIN), cut(1))
+    assert apart(own, expected) <= 1e-5
+
+
 def alone_of(config: dict[str, Any], batches: list[Batch]) -> dict[str, Tensor]:
     """The auxiliary loss's share of a step's gradient."""
     whole, _ = stepped(build(config), batches)
