@@ -21,6 +21,7 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.experts import Experts
 from unfreeze.core.errors import ConfigError
 from unfreeze.data.packing.drawn import Drawn
+from unfreeze.job.end.result import next_command
 from unfreeze.recipes.experts import routed
 
 SIZES = {
@@ -112,6 +113,8 @@ def test_an_adapter_of_a_chain_trains_is_loaded_and_is_exported_to_nobody(start,
         **{"watch.samples": 1},
     )
     assert run.receipt["experts"]["trained"] and of_kind(run, "sample")[-1]["when"] == "after"
+    assert of_kind(run, "plan")[0]["export_for"] == ""
+    assert "export" not in next_command(run.path, {"finished": True, "steps": 2}, "", export=True)
     for reader in ("vllm", "sglang", "peft"):
         assert cli.main(["export", str(run.path), "--for", reader]) == 2
         said = capsys.readouterr().err

@@ -340,16 +340,19 @@ def tokens_words(config: TrainingConfig, processes: int) -> str:
 def export_hint(lora: LoraConfig | None, start: Manifest, model: Decoder) -> tuple[str, str]:
     """Reader for which a run's last line suggests an export, and a note on adapters left out ("" for none).
 
-    The reader is vllm, or peft if vLLM would load none of the adapters.
+    The reader is vllm, or peft if vLLM would load none of the adapters; "" if nothing else loads the model.
     """
     from unfreeze.adapters.names import check_per_expert
     from unfreeze.adapters.readers import READERS
+    from unfreeze.models import ONLY_HERE
     from unfreeze.models.blocks.linear import Linear
     from unfreeze.models.targets import candidates, resolve, targets_of
 
     if lora is None:
         return "vllm", ""
     model_type = str(start.config.get("model_type"))
+    if model_type in ONLY_HERE:
+        return "", f"no other program loads models of type {model_type}, or their adapters"
     if issue := (READERS["vllm"].refuses or {}).get(model_type):
         return "peft", f"vllm cannot load adapters of {model_type}: {issue}"
     linear = [candidate.name for candidate in candidates(model) if isinstance(candidate.owner, Linear)]
