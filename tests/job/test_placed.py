@@ -58,7 +58,7 @@ def placed(layout: Layout, group: Alone) -> setup.Placed:
     trained = SimpleNamespace(attach=lambda model: None)
     given: Any = SimpleNamespace(
         config=None,
-        parts=SimpleNamespace(trained=trained, objective=None, second=None),
+        parts=SimpleNamespace(trained=trained, objective=None, second=None, beside=lambda model, own: own),
         group=group,
         shape=SimpleNamespace(num_experts=COUNTS.num_experts),
         device=DEVICE,

@@ -55,7 +55,8 @@ CONFIG = {
     "initializer_range": 0.2,
 }
 RECOMPUTED = [name for name in models.RECOMPUTE if name != "nothing"]
-ALL = [Tap(layer, name) for layer in (0, 1) for name in TAP_NAMES if name not in ("divergence", "logit")]
+UNTAPPED = ("divergence", "logit", "router")
+ALL = [Tap(layer, name) for layer in (0, 1) for name in TAP_NAMES if name not in UNTAPPED]
 
 
 def random_like(name: str, tensor: Tensor) -> Tensor:

@@ -81,6 +81,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "heavily_compressed_attention"],
         "mlp_layer_types": ["moe", "moe"],
     },
+    "chain_of_experts": {
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "inner_iter": 3,
+    },
     "lfm2_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,

@@ -230,6 +230,9 @@ class Starved(nn.Module):
         self.reached, self.device, self.lm_head = reached, torch.device("cpu"), nn.Linear(4, 32)
         self.experts = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(4)])
 
+    def moe_names(self) -> dict[int, str]:
+        return {layer: str(layer) for layer in self.moe_layers()}
+
     def moe_layers(self) -> dict[int, Any]:
         return {}
 

@@ -57,6 +57,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8,
         "v_head_dim": 8,
     },
+    "chain_of_experts": {
+        **SMALL,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "inner_iter": 2,
+    },
     "qwen2_moe": {
         **SMALL,
         "num_attention_heads": 4,

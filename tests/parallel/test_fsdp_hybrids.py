@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-FAMILIES = ("qwen3_next", "kimi_linear", "lfm2_moe", "deepseek_v4")
+FAMILIES = ("qwen3_next", "kimi_linear", "lfm2_moe", "deepseek_v4", "chain_of_experts")
 
 
 @pytest.fixture(scope="module")

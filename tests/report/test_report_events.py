@@ -11,7 +11,16 @@ import pytest
 from unfreeze.core.errors import DataError
 from unfreeze.core.events import EventLog
 from unfreeze.core.schema import EndEvent, TrainEvent
-from unfreeze.report.events import data_lines, expert_load, last, read_events, sample_pairs, series, warnings
+from unfreeze.report.events import (
+    by_layer,
+    data_lines,
+    expert_load,
+    last,
+    read_events,
+    sample_pairs,
+    series,
+    warnings,
+)
 from unfreeze.report.html import summary_lines
 
 
@@ -153,3 +162,9 @@ def test_warnings_of_both_kinds():
         {"kind": "train", "step": 4},
     ]
     assert warnings(events) == [(3, "x"), (0, "y")]
+
+
+def test_passes_of_a_chain_follow_their_layer():
+    names = ["10", "2.10", "2", "2.1", "0.1", "0", "odd"]
+    ordered = [name for name, _ in by_layer(dict.fromkeys(names, 0))]
+    assert ordered == ["0", "0.1", "2", "2.1", "2.10", "10", "odd"]

@@ -137,11 +137,12 @@ def test_a_step_is_the_same_however_its_answers_are_dealt(rollout, per):
 
 def test_the_share_of_flipped_experts_is_in_the_steps_event(rollout):
     result = step(rollout, Settings(), [[0, 1, 2, 3, 4, 5]])
-    fields = train_fields(result, 0.1, {"peak_bytes": 0}, {})
+    fields = train_fields(result, 0.1, {"peak_bytes": 0}, {}, {0: "0", 1: "1"})
     assert fields["experts_flipped"] == {"0": 0.0, "1": 0.0}
     flipped = {name: [4, 1, 0] for name in (0, 1)}
     result = StepResult(0.0, {}, 1, 1, 0.0, 0.0, 1.0, {}, replayed=flipped)
-    assert train_fields(result, 0.1, {"peak_bytes": 0}, {})["experts_flipped"] == {"0": 0.25, "1": 0.25}
+    fields = train_fields(result, 0.1, {"peak_bytes": 0}, {}, {0: "0", 1: "1"})
+    assert fields["experts_flipped"] == {"0": 0.25, "1": 0.25}
     assert "experts_flipped" not in train_fields(
-        StepResult(0.0, {}, 1, 1, 0.0, 0.0, 1.0, {}), 0.1, {"peak_bytes": 0}, {}
+        StepResult(0.0, {}, 1, 1, 0.0, 0.0, 1.0, {}), 0.1, {"peak_bytes": 0}, {}, {}
     )

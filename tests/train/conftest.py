@@ -76,6 +76,9 @@ class TinyModel(nn.Module):
 
     looking, reshard = Decoder.looking, Decoder.reshard
 
+    def moe_names(self) -> dict[int, str]:
+        return {layer: str(layer) for layer in self.moe_layers()}
+
     def moe_layers(self) -> dict[int, Any]:
         return dict(enumerate(self.layers))
 

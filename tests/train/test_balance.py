@@ -3,12 +3,15 @@ evaluation (docs/why/trust.md M2)."""
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from unfreeze import models
 from unfreeze.core.errors import ConfigError
+from unfreeze.data import Example, pack
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.train.balance import LossFreeBalance
 from unfreeze.train.fit import fit
@@ -17,6 +20,7 @@ from unfreeze.train.run import Run
 from unfreeze.train.schedule import Schedule
 from unfreeze.train.state import start_or_resume
 from unfreeze.train.step import clear_expert_load
+from unfreeze.train.watch_balance import BiasWatch, UnbalancedWatch
 
 
 def test_bias_moves_by_rate_against_the_load(tiny: SimpleNamespace):
@@ -119,3 +123,66 @@ def test_models_it_cannot_act_on_are_refused(tiny: SimpleNamespace):
     model.moe_layers()[1].gate.e_score_correction_bias = torch.zeros(4, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match=r"selection bias of layer 1 is torch\.bfloat16"):
         LossFreeBalance(model)
+
+
+# ---- the guards
+
+
+CHAIN = {
+    "model_type": "chain_of_experts",
+    "vocab_size": 97,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+    "inner_iter": 2,
+}
+
+
+def guarded(tmp_path, plant=lambda model: None, steps=6, config=CHAIN, balanced=True, auxiliary=False):
+    """Warnings of a run whose bias is looked at every two steps; plant: done to the model before it trains."""
+    model = models.build(models.shape(config), dtype=torch.float32, device="cpu")
+    models.initialize(model, 0)
+    documents = [Example([1 + i, 5, 9, 2, 7], [0.0, 1.0, 1.0, 1.0, 1.0]) for i in range(6)]
+    changes = [LossFreeBalance(model, 0.01)] if balanced else []
+    plant(model)
+    with Run(tmp_path, {}) as run:
+        state = start_or_resume(
+            run, model, optimizer=AdamW(model), schedule=Schedule(1e-3, steps), after_update=changes
+        )
+        fit(
+            state,
+            iter([([pack(documents)], {"position": n}) for n in range(1, steps + 1)]),
+            cross_entropy,
+            recompute=models.plain,
+            on_step=[UnbalancedWatch(auxiliary), BiasWatch(steps=2)],
+        )
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    return [event["message"] for event in events if event["kind"] == "warning"]
+
+
+def test_a_bias_that_a_run_moves_raises_no_alarm(tmp_path):
+    assert guarded(tmp_path) == []
+
+
+def test_a_bias_that_stands_still_is_named_once(tmp_path):
+    """A buffer that was replaced after the balancer took it: the balancer moves what no router reads."""
+
+    def replaced(model):
+        gate = model.moe_layers()[1].gate
+        gate.e_score_correction_bias = gate.e_score_correction_bias.clone()
+
+    (warning,) = guarded(tmp_path, replaced)
+    assert warning.startswith("expert_bias unchanged for 2 steps in layer 0.1, though the load is uneven")
+
+
+def test_a_run_without_a_balancer_is_warned_of_but_not_one_with_the_auxiliary_loss(tmp_path):
+    (warning, *still) = guarded(tmp_path / "a", balanced=False)
+    assert "nothing balances the experts" in warning and "a balance_rate above 0" in warning
+    assert still and all("unchanged" in line for line in still)
+    greedy = {**CHAIN, "topk_method": "greedy"}
+    assert "--experts.balance-loss 0.01" in guarded(tmp_path / "b", config=greedy, balanced=False)[0]
+    assert guarded(tmp_path / "c", config=greedy, balanced=False, auxiliary=True) == []

@@ -28,6 +28,7 @@ from unfreeze.job.end.card import CARD, HUB_ID, hub_id, refuse_other_files, writ
 from unfreeze.job.end.push import check_push, push
 from unfreeze.job.opening.device import say
 from unfreeze.job.trained import TOKENIZER_FILES
+from unfreeze.models import ONLY_HERE
 from unfreeze.tracking.live import LoadProgress
 
 if TYPE_CHECKING:
@@ -104,6 +105,11 @@ def export(config: Config, common: Common) -> dict[str, Any]:
     if config.push:
         check_push(config.push, yes=config.yes, common=common)
     source, manifest = open_source(config.run, say(common), config.base)
+    if (kind := manifest.config.get("model_type")) in ONLY_HERE:
+        raise ConfigError(
+            f"no program but unfreeze has models of type {kind}, so nothing could load the adapter",
+            next=f"unfreeze generate {config.run}, or unfreeze serve {config.run}",
+        )
     if source.adapter is None:
         raise ConfigError(
             f"{config.run} has no adapter to export: it is a whole model", next=f"use {source.base} directly"

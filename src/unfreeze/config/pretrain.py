@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from unfreeze.config import tables
+from unfreeze.config.experts import Experts
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.field import about
 
@@ -98,4 +99,5 @@ class Config(TrainingConfig):
 
     data: Data
     optimizer: Optimizer = Optimizer()
+    experts: Experts = Experts()
     memory: Memory = Memory()

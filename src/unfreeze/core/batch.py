@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from unfreeze.core.draws import Draw
 from unfreeze.core.torch_types import ints
 
 
@@ -43,6 +44,7 @@ class Batch:
                  teacher's log-probabilities.
     documents    name -> a tensor with S entries, on the *host*: facts about whole documents, such as their
                  side in a pair of answers.
+    draw         key of the noise that routers choose experts with; None: they take the best
     examples     divisor of a loss over examples, such as pairs of answers. None: the loss is over tokens, and
                  its divisor is the sum of weights_T.
     """
@@ -56,6 +58,7 @@ class Batch:
     extras: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     documents: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     examples: int | None = None
+    draw: Draw | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """Copy the batch to `device`, except starts_S and documents."""

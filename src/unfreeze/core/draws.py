@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from typing import NamedTuple
 
 SEEDS = -(2**63), 2**64 - 1  # smallest and largest seed: 64 bits, signed or not, as torch.manual_seed takes
+
+
+class Draw(NamedTuple):
+    """Key of the random choice of experts in a micro-batch, from (seed, step, micro-batch).
+
+    temperature  shares of experts are score^(1 / temperature); towards 0 the best are chosen
+    """
+
+    key: int
+    temperature: float
 
 
 def number(*parts: int) -> int:

@@ -65,5 +65,7 @@ OF_INDEXERS: Sequence[Metric] = (
 """Metrics of indexers that train beside any loss (objectives/following.py)."""
 OF_LOGITS: Sequence[Metric] = (metric("largest_logit", "Largest attention logit", "before softmax", "steps"),)
 """Metrics of attention's scores (train/qk_clip.py)."""
+OF_BALANCE: Sequence[Metric] = (metric("balance_loss", "Auxiliary loss of experts", "1 if all are even"),)
+"""Metrics of the auxiliary loss that balances experts (objectives/balanced.py)."""
 EARLIER: Sequence[Metric] = (*OF_TEACHER[1:3], *OF_ANSWERS[1:5], *OF_TEACHER[3:], *OF_ANSWERS[5:])
 """Metrics of a run whose start event lists none; those in its events are shown."""

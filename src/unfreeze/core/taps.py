@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 if TYPE_CHECKING:
     from unfreeze.core.batch import Loss
 
-TapName = Literal["input", "q", "k", "v", "q_plain", "k_plain", "divergence", "logit"]
+TapName = Literal["input", "q", "k", "v", "q_plain", "k_plain", "divergence", "logit", "router"]
 """Tensor of a layer. T tokens, D model width, H query and G key/value heads, d and v widths of a head.
 
 input    [T, D], the layer's input; for layer `num_layers`, the input of the last norm
@@ -31,6 +31,8 @@ divergence   [T], of a layer with an indexer: how far its scores are from its at
          (kernels/sparse_attention.py)
 logit    float32 [T, H], the largest score of a query before softmax (kernels/attention/largest.py). It has no
          gradient
+router   [T, E], of a layer with experts: the router's scores, divided by their sum over all experts. Of a
+         chain of experts [T, C E], pass after pass
 """
 TAP_NAMES: tuple[TapName, ...] = get_args(TapName)
 

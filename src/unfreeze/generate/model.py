@@ -126,12 +126,9 @@ class Model:
 
     def __repr__(self) -> str:
         shape = self.decoder.shape
-        experts = (
-            f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
-        )
         return (
             f"<unfreeze.Model {shape.model_type}: {shape.num_layers} layers, hidden size"
-            f" {shape.hidden_size}{experts}, on {self.decoder.device}>"
+            f" {shape.hidden_size}{shape.expert_words}, on {self.decoder.device}>"
         )
 
     @property

@@ -40,7 +40,8 @@ def balanced(rate: float, only: str) -> Callable[[Decoder], Sequence[LossFreeBal
         from unfreeze.train.balance import LossFreeBalance
 
         rows = rows_of(only, model.shape.num_experts) if only else None
-        biased = any(hasattr(moe.gate, "e_score_correction_bias") for moe in model.moe_layers().values())
+        gates = [moe.gate for moe in model.moe_layers().values()]
+        biased = any(getattr(gate, "e_score_correction_bias", None) is not None for gate in gates)
         return (LossFreeBalance(model, rate, rows),) if biased and rate else ()
 
     return balance

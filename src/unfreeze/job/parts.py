@@ -41,6 +41,8 @@ class Parts:
     objective     the loss; with a second model, `second.objective` replaces it
     start         the model's name -> manifest of the starting model
     encoding      conversion of rows to examples
+    beside        (the model, its objective) -> the objective with what trains beside it, such as a loss that
+                  balances experts
     after_update  changes to the model after an update, such as the balancing bias
     chat          True if the user's prompts are sent as messages, False if they are continued as text
     on_step       hooks called with (state, result) after each step, after receipt and validation
@@ -67,6 +69,7 @@ class Parts:
     objective: Objective
     start: Callable[[str, Common], Manifest]
     encoding: Encoding = field(default_factory=Encoding)
+    beside: Callable[[Decoder, Objective], Objective] = lambda model, objective: objective
     after_update: Callable[[Decoder], Sequence[AfterUpdate]] = lambda model: ()
     chat: bool = True
     on_step: Sequence[OnStep] = ()

@@ -233,6 +233,7 @@ def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
         objective = parts.second.objective(model, setup.device, config.memory.dtype)
     if layers := trained_indexers(model):
         objective = Following(objective, layers)
+    objective = parts.beside(model, objective)
     if config.muon.qk_clip:
         objective = LargestLogits(objective, list(scalable(model)))
     speaker = Model(model, setup.tokenizer, stop_ids=end_ids(setup.start, setup.tokenizer))

@@ -21,6 +21,7 @@ from unfreeze.checkpoint.keymap import StackRule
 from unfreeze.core.errors import CheckpointError, printable
 from unfreeze.core.lazy import on_first_use
 from unfreeze.models import (
+    chain_of_experts,
     deepseek_v2,
     deepseek_v3,
     deepseek_v4,
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAMILIES",
+    "ONLY_HERE",
     "RECOMPUTE",
     "WRAPPERS",
     "Decoder",
@@ -113,6 +115,7 @@ __all__ = [
 ]
 
 FAMILIES: dict[str, ModuleType] = {
+    "chain_of_experts": chain_of_experts,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "deepseek_v32": deepseek_v32,
@@ -157,6 +160,9 @@ FAMILIES: dict[str, ModuleType] = {
     "seed_oss": seed_oss,
     "smollm3": smollm3,
 }
+
+ONLY_HERE = frozenset(("chain_of_experts",))
+"""Model types of this project: no other program loads them."""
 
 
 def _family(config: Mapping[str, Any]) -> ModuleType:

@@ -19,9 +19,11 @@ from unfreeze.kernels.attention import DocumentLayout
 from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
 from unfreeze.models.blocks.bytes import Block
 from unfreeze.models.blocks.cache import Cache
+from unfreeze.models.blocks.chain import again_of
 from unfreeze.models.blocks.embedding import Embedding
 from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.moe import MoE
+from unfreeze.models.blocks.noise import Noise
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import PackedPass, PrefillPass
 from unfreeze.models.blocks.residency import RESIDENT, Residency
@@ -78,9 +80,21 @@ class Decoder(nn.Module):
         return [holder.packed for holder in holders if holder.codec is not None]
 
     def moe_layers(self) -> dict[int, MoE]:
-        """Layer index -> its mixture of experts, for the layers that have one."""
+        """Layer index -> its mixture of experts, for the layers that have one.
+
+        Pass p of a chain, from 1 on, has the number index + p · num_layers (blocks/chain.py).
+        """
         mixtures = {index: getattr(layer, "moe", layer.mlp) for index, layer in enumerate(self.layers)}
+        later = (again for layer in self.layers for again in again_of(layer))
+        mixtures |= sorted((again.layer, again) for again in later)
         return {index: moe for index, moe in mixtures.items() if isinstance(moe, MoE)}
+
+    def moe_names(self) -> dict[int, str]:
+        """Key of moe_layers -> its name in events: "3" is layer 3, "3.1" its second pass."""
+        depth = self.shape.num_layers
+        return {
+            key: f"{key % depth}.{key // depth}" if key >= depth else f"{key}" for key in self.moe_layers()
+        }
 
     def unshard(self) -> None:
         """All-gather embedding, norm and head if weights are sharded. Does nothing here, like `reshard`."""
@@ -149,6 +163,7 @@ class Decoder(nn.Module):
             boundary=self.boundary,
             routes=self._routes(batch),
             tokens_T=batch.tokens_T,
+            noise=None if batch.draw is None else Noise(batch.draw, batch.num_tokens),
         )
 
         # whole documents in chunks of at most `limit` tokens, which bound a layer's activations
@@ -156,8 +171,10 @@ class Decoder(nn.Module):
             layout = DocumentLayout.build(starts, rows.stop - rows.start, self.device)
             theirs = {name: (cos[rows], sin[rows]) for name, (cos, sin) in named.items()}
             routes = {layer: ids_TK[rows] for layer, ids_TK in run.routes.items()}
-            tables, tokens_T = (cos_Tr[rows], sin_Tr[rows]), batch.tokens_T[rows]
-            return rows, PackedPass(*tables, layout, named=theirs, routes=routes, tokens_T=tokens_T)
+            own = PackedPass(cos_Tr[rows], sin_Tr[rows], layout, named=theirs, routes=routes)
+            own.tokens_T = batch.tokens_T[rows]
+            own.noise = None if run.noise is None else run.noise.part(rows)
+            return rows, own
 
         limit = chunk_tokens(self.shape.num_experts, self.shape.experts_per_token, self.device.type)
         if limit is not None and limit < batch.num_tokens and not self.exchanges:

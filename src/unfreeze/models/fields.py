@@ -202,6 +202,8 @@ FIELDS: dict[str, Kind] = {
     "block_ffn_dim_multiplier": Number(0),
     **dict.fromkeys(("moe_renormalize", "conv_bias", "use_expert_bias", "tie_embedding"), FLAG),
     "block_auto_adjust_ff_dim": FLAG,
+    "inner_iter": Whole(1, 1000),
+    **dict.fromkeys(("use_igate", "inner_norm", "inner_residual", "outer_residual"), FLAG),
     "mlp_layer_types": PER_LAYER,
     "linear_attn_config": TABLE,
 }

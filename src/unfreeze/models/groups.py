@@ -25,7 +25,7 @@ GROUPS = (
 )
 
 ROUTER = (
-    r"\.(mlp|moe|block_sparse_moe|feed_forward|mixer|ffn)\.gate(\.|$)"
+    r"\.(mlp|moe|block_sparse_moe|feed_forward|mixer|ffn|passes\.[0-9]+)\.gate(\.|$)"
     r"|\.(router|shared_expert_gate|moe_statics|e_score_correction_bias|expert_bias)(\.|$)"
 )
 

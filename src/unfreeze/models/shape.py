@@ -24,6 +24,7 @@ class MoEShape:
 
     latent    width that the experts see, if it is not hidden_size; 0: it is
     matrices  of an expert: gate, up and down, or up and down
+    passes    of a token through the experts of a layer, one after the other (blocks/chain.py)
     """
 
     num_experts: int
@@ -33,6 +34,7 @@ class MoEShape:
     dense_layers: frozenset[int]
     latent: int = 0
     matrices: int = 3
+    passes: int = 1
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,14 @@ class Shape:
     @property
     def moe_intermediate_size(self) -> int:
         return self.moe.intermediate_size if self.moe else 0
+
+    @property
+    def expert_words(self) -> str:
+        """ ", 2 of 8 experts a token", and a chain's passes; "" if it has no experts."""
+        if self.moe is None:
+            return ""
+        passes = f" in each of {self.moe.passes} passes" if self.moe.passes > 1 else ""
+        return f", {self.experts_per_token} of {self.num_experts} experts a token{passes}"
 
     def is_moe(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.moe.dense_layers

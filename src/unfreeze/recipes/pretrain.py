@@ -37,17 +37,21 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
 def parts(config: Config) -> Parts:
     """Return the Parts of pretraining: loss on every token, all weights trained, experts balanced."""
     from unfreeze.objectives.cross_entropy import cross_entropy
+    from unfreeze.recipes.experts import beside, source, watches
 
-    stages = config.data.stages
+    stages, rate = config.data.stages, config.optimizer.balance_rate
+    rows = partial(growing_rows, stages) if stages else encoded_rows
     return Parts(
         recipe="pretrain",
-        trained=all_weights(config.training, config.optimizer.balance_rate),
+        trained=all_weights(config.training, rate),
         objective=cross_entropy,
         start=job.open_start,
         encoding={"supervise": "all"},
-        after_update=balanced(config.optimizer.balance_rate, config.training.only),
-        source=partial(growing_rows, stages) if stages else encoded_rows,
+        beside=beside(config.experts),
+        after_update=balanced(rate, config.training.only),
+        source=source(config.experts, rows),
         start_lines=[_growing(config)] if stages else [],
+        on_step=watches(rate, config.experts),
         chat=False,
     )
 

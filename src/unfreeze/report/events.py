@@ -160,10 +160,14 @@ def expert_load(events: Sequence[Event]) -> dict[str, list[int]]:
 
 
 def by_layer(values: Mapping[str, Value]) -> list[tuple[str, Value]]:
-    """(layer, value) pairs in numeric order: layer 10 after layer 2."""
-    return sorted(
-        values.items(), key=lambda item: (0, int(item[0]), "") if item[0].isdecimal() else (1, 0, item[0])
-    )
+    """(layer, value) pairs in numeric order: layer 10 after layer 2, pass 2.1 after layer 2."""
+
+    def order(item: tuple[str, Value]) -> tuple[bool, list[int], str]:
+        numbers = item[0].split(".")
+        numeric = all(number.isdecimal() for number in numbers)
+        return (not numeric, [int(number) for number in numbers] if numeric else [], item[0])
+
+    return sorted(values.items(), key=order)
 
 
 def evals_of(events: Sequence[Event]) -> list[EvalEvent]:

@@ -34,7 +34,8 @@ class LossFreeBalance:
     The bias is e_score_correction_bias, fp32 [E].
     train/fit.py calls this after the weight update, with the tokens per expert of *all* micro-batches of the
     step: not once per micro-batch, not in evaluation, and recomputation doesn't count (docs/why/trust.md M2).
-    `num_updates` counts its updates in this process.
+    `num_updates` counts its updates in this process. Passes of a chain that share a gate share its bias; its
+    load is then the sum of theirs.
     rows: the only experts whose bias moves; None: all.
     A rate of 0.001 changes a sigmoid score's rank slowly; tiny models trained for few steps need about 0.01.
     """
@@ -64,8 +65,11 @@ class LossFreeBalance:
 
     @torch.no_grad()
     def __call__(self, expert_load: Mapping[int, Sequence[int]]) -> None:
+        loads: dict[int, tuple[Tensor, Tensor]] = {}
         for layer, bias_E in self.biases.items():
-            load_E = torch.tensor(expert_load[layer], dtype=torch.float64)
+            before = loads.get(id(bias_E), (bias_E, torch.zeros((), dtype=torch.float64)))[1]
+            loads[id(bias_E)] = bias_E, before + torch.tensor(expert_load[layer], dtype=torch.float64)
+        for bias_E, load_E in loads.values():
             step_E = send((load_E.mean() - load_E).sign().to(bias_E.dtype), bias_E.device)
             bias_E[..., self._rows].add_(step_E[self._rows], alpha=self.rate)
         self.num_updates += 1

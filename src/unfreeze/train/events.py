@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from unfreeze.core.balance import balance
@@ -29,13 +30,21 @@ def emit_start(state: State, processes: int = 1) -> None:
 
 
 def train_fields(
-    result: StepResult, seconds: float, memory: dict[str, int], cursor: dict[str, Any]
+    result: StepResult,
+    seconds: float,
+    memory: dict[str, int],
+    cursor: dict[str, Any],
+    names: Mapping[int, str],
 ) -> dict[str, Any]:
     """Return the fields of a train event: plain numbers, all finite.
 
     train_step raises before a NaN gets here; a metric may still be null. cursor: position after the step's
-    batches.
+    batches. names: of the mixtures of experts (Decoder.moe_names).
     """
+    load, replayed = (
+        {names[layer]: counts for layer, counts in of_all.items()}
+        for of_all in (result.expert_load, result.replayed)
+    )
     return {
         "loss": result.loss,
         **({"epoch": cursor["passes"]} if "passes" in cursor else {}),
@@ -47,26 +56,26 @@ def train_fields(
         **memory,
         "peak_bytes": max(memory["peak_bytes"], result.peak_bytes),
         **{name: value if math.isfinite(value) else None for name, value in result.metrics.items()},
-        **(_expert_fields(result.expert_load) if result.expert_load else {}),
-        **({"experts_flipped": _flipped(result.replayed)} if result.replayed else {}),
+        **(_expert_fields(load) if load else {}),
+        **({"experts_flipped": _flipped(replayed)} if replayed else {}),
         **({"warning": result.warning, "applied": result.applied} if result.warning else {}),
     }
 
 
-def _expert_fields(load: dict[int, list[int]]) -> dict[str, Any]:
+def _expert_fields(load: dict[str, list[int]]) -> dict[str, Any]:
     """Return tokens per expert, and their balance (docs/why/trust.md M3).
 
     For each layer: max violation, entropy and the number of dead experts.
     """
     return {
-        "expert_load": {str(layer): counts_E for layer, counts_E in load.items()},
-        "expert_balance": {str(layer): balance(counts_E) for layer, counts_E in load.items()},
+        "expert_load": load,
+        "expert_balance": {layer: balance(counts_E) for layer, counts_E in load.items()},
     }
 
 
-def _flipped(replayed: dict[int, list[int]]) -> dict[str, float]:
+def _flipped(replayed: dict[str, list[int]]) -> dict[str, float]:
     """Return for each layer the share of replayed choices that its router would not have made."""
-    return {str(layer): flipped / choices for layer, (choices, flipped, _) in replayed.items()}
+    return {layer: flipped / choices for layer, (choices, flipped, _) in replayed.items()}
 
 
 DOWNLOAD = "download the checkpoint again; unfreeze doctor checks every weight"

@@ -30,17 +30,18 @@ from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.core.taps import taps_of
 from unfreeze.core.torchrun import nearest_multiples
 from unfreeze.models import Decoder
-from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.taps import Taps
 from unfreeze.models.recompute import RecomputePolicy
 from unfreeze.parallel.processes.collectives import ALONE, Group
+from unfreeze.train.ahead import clear_expert_load, look_ahead
 from unfreeze.train.memory import peak_bytes
 from unfreeze.train.optim import AdamW, NonFinite
 
 Objective = Callable[[Tensor, nn.Module, Batch], Loss]
 """(hidden_TD, lm_head, batch) -> Loss, for example objectives.cross_entropy.
 
-An objective with a field `taps` (core/taps.py) gets a fourth argument: Tap -> tensor."""
+An objective with a field `taps` (core/taps.py) gets a fourth argument: Tap -> tensor. One with a method
+`begin` is asked before a step's first forward pass (ahead.py)."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ def forward_backward(
     count = sum(batch.count for batch in micro_batches)
     divisor = max(count, 1.0)
     optimizer.zero_grad()
+    look_ahead(model, objective, micro_batches, recompute, group)
     clear_expert_load(model)  # evaluations since the last step must not count (docs/why/trust.md M2)
     tokens_read = float(sum(int(batch.tokens_T.sum()) for batch in micro_batches))
     own: dict[str, float | Tensor] = dict.fromkeys(("loss", "counted", "not finite"), 0.0)
@@ -320,7 +322,7 @@ def _read(
         return torch.full((), value, dtype=torch.float64, device=model.device)
 
     # one exchange: the sums, which parameters had a gradient, each layer's counts
-    loads = {layer: _counts(moe) for layer, moe in model.moe_layers().items()}
+    loads = {layer: moe.counts_E for layer, moe in model.moe_layers().items()}
     total = torch.stack([value if isinstance(value, Tensor) else double(value) for value in sums.values()])
     replays = {layer: moe.replayed_3 for layer, moe in model.moe_layers().items()}
     counters = [*loads.values(), *replays.values()]
@@ -350,14 +352,3 @@ def _read(
 def _numbers(tensor: Tensor) -> list[float]:
     """The one read of a step. A separate function, so that tests/train/test_no_sync.py can count it."""
     return tensor.tolist()
-
-
-def clear_expert_load(model: Decoder) -> None:
-    """Reset each layer's counts of tokens per expert and of replayed choices to 0."""
-    for moe in model.moe_layers().values():
-        _counts(moe).zero_()
-        moe.replayed_3.zero_()
-
-
-def _counts(moe: MoE) -> Tensor:
-    return moe.counts_E

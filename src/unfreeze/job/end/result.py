@@ -67,9 +67,9 @@ def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bo
     if not result["finished"]:
         return f"interrupted after step {result['steps']}, everything is saved; {again(command)}"
     name = shlex.quote(str(run_dir))
-    if not export:
-        return f'next: unfreeze chat {name}    unfreeze generate {name} --prompt "…"'
-    plan = last(read_events(run_dir / "events.jsonl"), PlanEvent)
+    plan = last(read_events(run_dir / "events.jsonl"), PlanEvent) if export else None
     reader, note = (plan.get("export_for", "vllm"), plan.get("export_note", "")) if plan else ("vllm", "")
+    if not export or not reader:
+        return f'next: unfreeze chat {name}    unfreeze generate {name} --prompt "…"'
     lines = [f"next: unfreeze chat {name}    unfreeze export {name} --for {reader}", *folded(note, "  ")]
     return "\n".join(lines)

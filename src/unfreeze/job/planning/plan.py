@@ -300,9 +300,7 @@ def start_lines(
     """The plan in three lines: model, memory, trained weights; and a line for the second model if any."""
     from unfreeze.parallel.plan.words import all_parameters, experts_held, groups_of
 
-    experts = (
-        f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
-    )
+    experts = shape.expert_words
     files = f"{decimal_bytes(start.nbytes)} in files" if start.tensors else "no weights yet"
     if trained.lora is None:
         what = f"every weight{trained.begins}"
@@ -343,16 +341,19 @@ def tokens_words(config: TrainingConfig, processes: int) -> str:
 def export_hint(lora: LoraConfig | None, start: Manifest, model: Decoder) -> tuple[str, str]:
     """Reader for which a run's last line suggests an export, and a note on adapters left out ("" for none).
 
-    The reader is vllm, or peft if vLLM would load none of the adapters.
+    The reader is vllm, or peft if vLLM would load none of the adapters; "" if nothing else loads the model.
     """
     from unfreeze.adapters.names import check_per_expert
     from unfreeze.adapters.readers import READERS
+    from unfreeze.models import ONLY_HERE
     from unfreeze.models.blocks.linear import Linear
     from unfreeze.models.targets import candidates, resolve, targets_of
 
     if lora is None:
         return "vllm", ""
     model_type = str(start.config.get("model_type"))
+    if model_type in ONLY_HERE:
+        return "", f"no other program loads models of type {model_type}, or their adapters"
     if issue := (READERS["vllm"].refuses or {}).get(model_type):
         return "peft", f"vllm cannot load adapters of {model_type}: {issue}"
     linear = [candidate.name for candidate in candidates(model) if isinstance(candidate.owner, Linear)]

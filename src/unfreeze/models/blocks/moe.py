@@ -39,9 +39,12 @@ class MoE(Block):
     ):
         super().__init__()
         self.layer, self.gate, self.experts, self.shared_experts = layer, gate, experts, shared_experts
-        self.register_buffer(
-            "counts_E", torch.zeros(experts.num_experts, dtype=torch.int64), persistent=False
-        )
+        self.begin_counts()
+
+    def begin_counts(self) -> None:
+        """Register the counters, which are never saved."""
+        none_E = torch.zeros(self.experts.num_experts, dtype=torch.int64)
+        self.register_buffer("counts_E", none_E, persistent=False)
         self.register_buffer("replayed_3", torch.zeros(3, dtype=torch.int64), persistent=False)
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
@@ -82,13 +85,15 @@ class MoE(Block):
         return router + routed + self.shared_experts.bytes(dtype, device)
 
     def _chosen(self, scores_TE: Tensor, run: Pass) -> Tensor:
+        if run.taps is not None and "router" in run.taps.names:
+            run.taps.append("router", self.gate.shares(scores_TE))
+        choose = self.gate.choose
+        if run.noise is not None:
+            choose = partial(choose, noise=partial(run.noise, self.layer))
         # Recomputation reuses the ids: rounding could choose other experts.
-        ids_TK = run.reuse(lambda: self._counted(self._choose(scores_TE), run.route(self.layer)))
+        ids_TK = run.reuse(lambda: self._counted(choose(scores_TE), run.route(self.layer)))
         run.chose(self.layer, ids_TK)
         return ids_TK
-
-    def _choose(self, scores_TE: Tensor) -> Tensor:
-        return self.gate.choose(scores_TE)
 
     def _counted(self, own_TK: Tensor, given_TK: Tensor | None) -> Tensor:
         """The given ids where a token has them, else its own; the weights come from the live scores of both.
@@ -110,25 +115,25 @@ class MoE(Block):
 
 
 class ReadMoE(MoE):
-    """MoE whose output is read in backward: streams are mixed by weights that train (blocks/streams.py).
+    """MoE whose output is read in backward, so a recomputed layer computes it again.
 
-    So a recomputed layer computes it again.
+    Streams are mixed by weights that train (blocks/streams.py); the next pass of a chain has it as its input
+    (blocks/chain.py).
     """
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
-        assert isinstance(self.shared_experts, MLP)
         scores_TE = self.gate(x_TD)
         ids_TK = self._chosen(scores_TE, run)
         weights_TK = self.gate.weigh(scores_TE, ids_TK)
-        shared = partial(self.shared_experts.read, x_TD, run)
+        assert isinstance(self.shared_experts, MLP | None)
+        shared = None if self.shared_experts is None else partial(self.shared_experts.read, x_TD, run)
         return self.experts(x_TD, ids_TK, weights_TK, None, run.reuse, shared)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As MoE; recomputation keeps no output of the experts, and that of the shared expert's product."""
         counted = super().bytes(dtype, device)
-        return replace(
-            counted, expensive=0, linear=counted.linear + self.experts.hidden_size * dtype.itemsize
-        )
+        shared = 0 if self.shared_experts is None else self.experts.hidden_size * dtype.itemsize
+        return replace(counted, expensive=0, linear=counted.linear + shared)
 
 
 class HashMoE(ReadMoE):

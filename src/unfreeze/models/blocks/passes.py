@@ -30,6 +30,7 @@ from unfreeze.kernels.short_conv import packed_conv, tail_of
 from unfreeze.kernels.sparse_attention import Index, attend_selected, select
 from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
 from unfreeze.models.blocks.cache import Cache
+from unfreeze.models.blocks.noise import Noise
 from unfreeze.models.blocks.residency import RESIDENT, Residency
 from unfreeze.models.blocks.saved import Saved, Skip
 from unfreeze.models.blocks.step_pass import LatentForm, StepPass, Tables, Value
@@ -50,6 +51,7 @@ class PackedPass:
     routes     experts given to the tokens, per MoE layer: int [T, K], negative where the layer chooses itself
     chosen     the keys that layers chose for their tokens and that later layers use too (blocks/sparse.py)
     tokens_T   the tokens themselves, by which some routers choose
+    noise      perturbs the scores by which experts are chosen, in training; None: the best are chosen
     """
 
     cos_Tr: Tensor
@@ -64,6 +66,7 @@ class PackedPass:
     routes: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
     chosen: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     tokens_T: Tensor | None = None
+    noise: Noise | None = None
     latent: ClassVar[LatentForm] = "expanded"
     caches: ClassVar[bool] = False
     """True if `remember` stores what it gets."""

@@ -153,15 +153,31 @@ class Router(nn.Module):
         """A factor of each expert's weight, [E]."""
         return None
 
-    def choose(self, scores_TE: Tensor) -> Tensor:
-        """ids [T, K]: the K largest scores, with bias and best groups if the rule has them."""
-        rule, scores_TE = self.routing, scores_TE.detach()
-        if self.e_score_correction_bias is not None:
-            scores_TE = scores_TE + self.e_score_correction_bias
+    def shares(self, scores_TE: Tensor) -> Tensor:
+        """The scores divided by their sum over all experts; of a router without a score, the softmax."""
+        if self.routing.score == "logits":
+            return scores_TE.softmax(-1)
+        if self.routing.score == "softmax":
+            return scores_TE
+        return scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=1e-20)
+
+    def choose(self, scores_TE: Tensor, noise: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """ids [T, K]: the K largest scores, with bias and best groups if the rule has them.
+
+        noise: perturbs what is then compared (blocks/noise.py), so that the K are drawn. A bias then counts
+        less its mean, which no choice of the largest depends on.
+        """
+        rule, scores_TE, bias = self.routing, scores_TE.detach(), self.e_score_correction_bias
+        if noise is not None and rule.score == "logits":
+            scores_TE = scores_TE.softmax(-1)
+        if bias is not None:
+            scores_TE = scores_TE + (bias if noise is None else bias - bias.mean())
         if rule.groups > 1:
             grouped = scores_TE.unflatten(-1, (rule.groups, -1))
             of_group_TG = grouped.topk(rule.best, dim=-1).values.sum(-1)
             scores_TE = best_groups(scores_TE, of_group_TG, rule.topk_group)
+        if noise is not None:
+            scores_TE = noise(scores_TE)
         return scores_TE.topk(self.top_k, dim=-1).indices
 
     def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class StepPass:
     def unrotated(self, q_THd: Tensor, k_TGd: Tensor, width: int | None = None) -> None:
         """As in PackedPass; a step has no taps."""
 
-    reuse_expensive = reuse_linear = skip_unread = taps = None
+    reuse_expensive = reuse_linear = skip_unread = taps = noise = None
     latent: ClassVar[LatentForm] = "absorbed"
     caches: ClassVar[bool] = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from unfreeze.core.taps import TAP_NAMES, Tap, TapName
@@ -26,6 +27,11 @@ class LayerTaps:
         """
         if name in self.names:
             self.found[name] = tensor.view_as(tensor)
+
+    def append(self, name: TapName, tensor: Tensor) -> None:
+        """As put, for a tensor that a layer has several of: they lie side by side, in the order they came."""
+        before = self.found.get(name)
+        self.put(name, tensor if before is None else torch.cat((before, tensor), dim=1))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors, in the order of `names`."""

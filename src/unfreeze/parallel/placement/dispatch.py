@@ -292,6 +292,8 @@ def split_experts(model: Decoder, mesh: Mesh, exchange: Exchange | None = None) 
     parts = [mesh.rows_of(index) for index in range(mesh.split)]
     for layer, moe in model.moe_layers().items():
         experts = moe.experts
+        if experts.dispatch is not None:  # a later pass through experts that are split already
+            continue
         if experts.num_experts != mesh.num_experts:
             raise ConfigError(
                 f"layer {layer} has {experts.num_experts} experts, the model {mesh.num_experts}: layers with"

@@ -35,6 +35,7 @@ from unfreeze.core.process import give_back_freed
 from unfreeze.core.rows import Rows
 from unfreeze.core.torch_types import named_modules
 from unfreeze.core.units import format_bytes
+from unfreeze.models.blocks.chain import Again
 from unfreeze.models.blocks.experts import Experts, ExpertWeight
 from unfreeze.models.blocks.moe import NormedMoE
 from unfreeze.models.blocks.residency import Residency
@@ -120,8 +121,11 @@ def bytes_of_expert(layers: Sequence[nn.Module]) -> list[tuple[int, ...]]:
 
 
 def come_whole(layers: Sequence[nn.Module]) -> bool:
-    """Return True if experts cannot be loaded in groups, because a norm's gradient reads their output."""
-    return any(isinstance(module, NormedMoE) for layer in layers for module in layer.modules())
+    """Return True if experts cannot be loaded in groups, because something in the layer reads their output.
+
+    A norm's gradient reads it, or the next pass of a chain.
+    """
+    return any(isinstance(module, NormedMoE | Again) for layer in layers for module in layer.modules())
 
 
 def reads_of(layers: int, *, first: bool) -> int:

@@ -62,6 +62,7 @@ class Counts:
                 sums
     windows     (window, its part of `attention`); None: a token sees its whole document. (): all of them
     frozen      True if some weights stay frozen where every weight trains
+    passes      of a token through a layer's experts; its other products in `dense` and `router` count them
     """
 
     hidden_size: int
@@ -86,6 +87,18 @@ class Counts:
     latent: int = 0
     matrices: int = 3
     frozen: bool = False
+    passes: int = 1
+
+    @property
+    def mixtures(self) -> int:
+        """Mixtures of experts that a token goes through: a layer of a chain has one a pass."""
+        return self.moe_layers * self.passes
+
+    @property
+    def active(self) -> int:
+        """Weights that a token is multiplied with, head included; one used in two passes counts twice."""
+        routed = self.mixtures * self.experts_per_token * self.expert_weights
+        return self.dense + self.router + routed + self.hidden_size * self.vocab_size
 
     def pairs(self, length: float) -> float:
         """Attention's FLOP of one token in a document of `length`, which sees half of it, or of its window.
@@ -132,6 +145,8 @@ def counts(model: Decoder) -> Counts:
     base = _bytes(model)
     widths = 2 * shape.head_dim if shape.mla is None else shape.mla.nope + shape.mla.rope + shape.mla.value
     windows = _windows(model, 2 * shape.num_heads * widths)
+    passes, mixtures = shape.moe.passes if shape.moe else 1, model.moe_layers().values()
+    again = len(mixtures) // max(1, len({id(moe.gate) for moe in mixtures}))  # passes that share a gate
     return Counts(
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
@@ -147,11 +162,11 @@ def counts(model: Decoder) -> Counts:
         ends_bytes=base - sum(whole),
         packed=any(m.gate_up_proj.codec is not None for m in model.modules() if isinstance(m, Experts)),
         dense=sum(
-            m.in_features * m.out_features
+            m.in_features * m.out_features * (passes if ".shared_experts." in name else 1)
             for name, m in named_modules(model)
             if isinstance(m, Linear) and name != "lm_head"
         ),
-        router=sum(p.numel() for name, p in model.named_parameters() if group_of(name) == "router"),
+        router=sum(p.numel() for name, p in model.named_parameters() if group_of(name) == "router") * again,
         come_whole=come_whole(model.layers),
         attention=sum(flop for _, flop in windows),
         windows=windows,
@@ -159,6 +174,7 @@ def counts(model: Decoder) -> Counts:
         latent=shape.moe.latent if shape.moe else 0,
         matrices=shape.moe.matrices if shape.moe else 3,
         frozen=stays_frozen(model),
+        passes=passes,
     )
 
 

@@ -33,7 +33,7 @@ CALLS, CALLS_VISIT = 8, 4  # grouped products of a layer with adapters: backward
 def elementwise(counts: Counts, visits: int) -> float:
     """Return the bytes of a token in passes of dense layers, without two norms a layer, which have a rate."""
     widths, D = counts.widths, counts.hidden_size
-    backward = 6 * D * (counts.num_layers + counts.moe_layers)
+    backward = 6 * D * (counts.num_layers + counts.mixtures)
     backward += 5 * widths.activated + 2 * widths.rotated + 3 * widths.normed + 8 * widths.joined
     sums = max(0, widths.into - widths.inputs)
     return visits * of_forward(counts) + BYTES * (backward + 3 * sums)
@@ -42,7 +42,7 @@ def elementwise(counts: Counts, visits: int) -> float:
 def of_forward(counts: Counts) -> float:
     """Return `elementwise` of one forward visit."""
     widths, D = counts.widths, counts.hidden_size
-    passed = 6 * D * counts.num_layers + 3 * D * counts.moe_layers
+    passed = 6 * D * counts.num_layers + 3 * D * counts.mixtures
     passed += 3 * widths.activated + 2 * widths.rotated + 2 * widths.normed + 2 * widths.joined
     return BYTES * passed
 
@@ -70,18 +70,18 @@ def launches(counts: Counts, visits: int, expert_visits: int, groups: int) -> in
     """Return the launches of a micro-batch in all layers. groups: of a layer's experts."""
     each = counts.num_layers * (OF_LAYER + OF_VISIT * visits)
     each += counts.widths.linears * (OF_LINEAR + OF_LINEAR_VISIT * visits)
-    return each + counts.moe_layers * groups * (OF_EXPERTS + OF_EXPERTS_VISIT * expert_visits)
+    return each + counts.mixtures * groups * (OF_EXPERTS + OF_EXPERTS_VISIT * expert_visits)
 
 
 def launches_of_visit(counts: Counts) -> int:
     """Return the launches of one forward visit of all layers."""
     each = counts.num_layers * OF_VISIT + counts.widths.linears * OF_LINEAR_VISIT
-    return each + counts.moe_layers * OF_EXPERTS_VISIT
+    return each + counts.mixtures * OF_EXPERTS_VISIT
 
 
 def grouped_products(counts: Counts, expert_visits: int) -> int:
     """Return the grouped products of a micro-batch: base and adapters, forward and backward."""
-    return counts.moe_layers * (CALLS + CALLS_VISIT * expert_visits)
+    return counts.mixtures * (CALLS + CALLS_VISIT * expert_visits)
 
 
 def after_the_read(counts: Counts) -> int:

@@ -86,13 +86,14 @@ def sampling_seconds(
     if of is None:
         return 0.0
     rows = min(answers.rows, of.answers)
-    missed = (1 - counts.experts_per_token / counts.num_experts) ** rows if counts.num_experts else 1.0
+    asked = rows * counts.passes
+    missed = (1 - counts.experts_per_token / counts.num_experts) ** asked if counts.num_experts else 1.0
     head = counts.vocab_size * counts.hidden_size
     length = of.prompt_tokens + of.new_tokens / 2
     read = counts.rest_bytes - counts.ends_bytes + min(counts.ends_bytes, head * number_bytes)
     read += counts.experts_bytes * (1 - missed) + 4 * trained + rows * length * cached
     weights = counts.dense + counts.router + head + trained
-    weights += counts.moe_layers * counts.experts_per_token * counts.expert_weights
+    weights += counts.mixtures * counts.experts_per_token * counts.expert_weights
     computed = read / (rates.optimizer * OPTIMIZER_BYTES) + 2 * rows * weights / rates.dense
     each = max(computed / SHARE, launches_of_visit(counts) * rates.launch)
     return prefill + math.ceil(of.answers / rows) * of.new_tokens * each

@@ -144,17 +144,17 @@ def seconds(
         of_layer = trained.get("experts", 0) / counts.moe_layers / held
         flops = rows * 2 * (counts.expert_weights * (visits.experts + visits.backward))
         flops += rows * 2 * of_layer * (visits.experts + 2)
-        terms["experts"] = counts.moe_layers * flops / rates.of_experts(mean_rows / mean_held)
+        terms["experts"] = counts.mixtures * flops / rates.of_experts(mean_rows / mean_held)
         if counts.packed:
             expansions = visits.experts + 1 if groups > 1 else 2
             moved = held * counts.expert_weights * counts.expanded * expansions
-            terms["expansion"] = counts.moe_layers * moved / rates.expansion
+            terms["expansion"] = counts.mixtures * moved / rates.expansion
         of_row = 2 * (14 * D + 16 * I)
         of_row += passes.of_exchange(counts, visits.experts) if layout.sharing > 1 else 0
         of_row += (
             passes.of_expert_adapters(counts, visits.experts) if of_layer and not step.every_weight else 0
         )
-        terms["passes over rows"] = counts.moe_layers * rows * of_row / rates.passes
+        terms["passes over rows"] = counts.mixtures * rows * of_row / rates.passes
 
     # all other layers' work, for every token
     terms |= _dense(counts, rates, step, t, visits, layout)
@@ -163,7 +163,7 @@ def seconds(
     if layout.sharing > 1:
         away = (layout.sharing - 1) / layout.sharing
         between = ALL_TO_ALL_SHARE * (link if layout.sharing <= PER_HOST else NETWORK)
-        exchange = counts.moe_layers * 5 * rows * away * 2 * D / between
+        exchange = counts.mixtures * 5 * rows * away * 2 * D / between
 
     # transfers meanwhile, over their own links. What all GPUs of a host receive alike comes through all of
     # its ports; the last host may have fewer GPUs
@@ -271,7 +271,7 @@ def asking(counts: Counts, rates: Rates, *, tokens: int, length: int) -> float:
         expanded = (
             counts.num_experts * counts.expert_weights * counts.expanded * counts.packed / rates.expansion
         )
-        total += counts.moe_layers * (flops + expanded + rows * (14 * D + 16 * I) / rates.passes)
+        total += counts.mixtures * (flops + expanded + rows * (14 * D + 16 * I) / rates.passes)
     return total
 
 
