@@ -21,9 +21,11 @@ import shutil
 from array import array
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import unfreeze
 from unfreeze.config.clean import Recipe
 from unfreeze.config.tables import HUB
 from unfreeze.core.errors import ConfigError, DataError, nearest
@@ -282,10 +284,18 @@ def _compression(recipe: Recipe, files: Sequence[Input]) -> str:
 
 
 def _key(files: Sequence[Input], against: Sequence[Input], recipe: Recipe) -> dict[str, Any]:
-    """What decisions depend on: the recipe, and name, size and time of every file that is read."""
+    """What decisions depend on: code, recipe, and name, size and time of every file that is read."""
     stats = [(file.name, file.path.stat()) for file in (*files, *against)]
     facts = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-    return {"format": FORMAT, "recipe": recipe.model_dump(mode="json"), "inputs": len(files), "files": facts}
+    code = [FORMAT, unfreeze.__version__, _version_of("datasketch")]
+    return {"code": code, "recipe": recipe.model_dump(mode="json"), "inputs": len(files), "files": facts}
+
+
+def _version_of(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
 
 
 @contextmanager
