@@ -57,8 +57,8 @@ class LargestLogits:
         """Return layer -> [H] over all processes, and forget it. Every process calls it."""
         largest, self._largest = self._largest, {}
         if group.size > 1 and largest:
-            every_PN = torch.zeros(group.size, sum(map(len, largest.values())), dtype=torch.float32)
-            every_PN = every_PN.to(next(iter(largest.values())).device)
+            device = next(iter(largest.values())).device
+            every_PN = torch.zeros(group.size, sum(map(len, largest.values())), device=device)
             every_PN[group.rank] = torch.cat(list(largest.values()))
             group.sum_([every_PN])
             parts = every_PN.amax(0).split([len(part) for part in largest.values()])
