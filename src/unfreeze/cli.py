@@ -72,7 +72,9 @@ SHIP = {
     ),
     "merge": Command("unfreeze.commands.merge", "merge RUN --to bf16", "base and adapter as one checkpoint"),
 }
-MAKE: dict[str, Command] = {}
+MAKE: dict[str, Command] = {
+    "synth": Command("unfreeze.commands.synth", "synth plan | run", "data from a model's server, to a budget")
+}
 DEV = {
     "bench": Command(
         "unfreeze.commands.bench", "bench NAME", "compare with other libraries, from a clone: moe dense …"

@@ -1,0 +1,125 @@
+"""unfreeze synth: data made by a model behind an OpenAI-compatible server, to a budget.
+
+    unfreeze synth plan seeds.jsonl --recipe r.toml --endpoint URL    the worst price first; nothing is sent
+    unfreeze synth run PLAN                                           send, keep every answer, write rows
+
+A plan whose worst case is above --budget-usd (0 by default) is refused. No request is sent without a plan.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from tyro.conf import Positional, arg
+
+from unfreeze.config.parse import Folder, Frozen, parse, writing
+from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.job.opening.device import say
+
+SUB = ("plan", "run")
+MOST_REASONS = 8  # lines on what was left out
+
+
+class PlanConfig(Frozen):
+    seeds: Annotated[Folder, Positional, arg(metavar="SEEDS")] = Field(
+        description="data file, a seed a row, with the fields that the recipe names"
+    )
+    recipe: Folder = Field(description="recipe, a TOML file; examples/synth has six")
+    endpoint: str = Field(default="", description="address of the server; empty: the recipe's")
+    model: str = Field(default="", description="the model's name on the server; empty: the recipe's")
+    budget_usd: float | None = Field(default=None, ge=0, description="the ceiling, USD; else the recipe's, 0")
+    price_read: float | None = Field(default=None, ge=0, description="USD per million tokens read")
+    price_written: float | None = Field(default=None, ge=0, description="USD per million tokens written")
+    out: Folder = Field(default="", description="folder of the plan; empty: named after the recipe")
+
+
+class RunConfig(Frozen):
+    folder: Annotated[Folder, Positional, arg(metavar="PLAN")] = Field(description="folder of a plan")
+    out: Folder = Field(default="", description="file for the rows; empty: rows.jsonl in the plan's folder")
+    batch: Folder = Field(default="", description="write and book batch files into this folder instead")
+    batch_results: Folder = Field(default="", description="read a batch's file of results")
+    again: bool = Field(
+        default=False, description="ask again what was written into batch files; books it again"
+    )
+
+
+def main(arguments: list[str], common: Common) -> dict[str, Any]:
+    """Plan, or run a plan.
+
+    plan -> plan, requests, read, written, worst_usd, budget_usd. run -> rows, left_out, booked_usd, …
+    """
+    if arguments[:1] in (["-h"], ["--help"], ["--help-all"]):
+        print(__doc__)
+        arguments = ["plan", *arguments]
+    if not arguments or arguments[0] not in SUB:
+        other = f"{arguments[0]!r}{nearest(arguments[0], SUB)}" if arguments else "nothing"
+        raise ConfigError(
+            f"synth takes the subcommand plan or run, not {other}",
+            next="unfreeze synth plan seeds.jsonl --recipe r.toml --endpoint URL",
+        )
+    known: dict[str, Any] = {
+        "command": f"synth {arguments[0]}",
+        "description": __doc__ or "",
+        "positional": True,
+    }
+    if arguments[0] == "plan":
+        return plan(parse(PlanConfig, arguments[1:], **known), common)
+    return run(parse(RunConfig, arguments[1:], **known), common)
+
+
+def plan(config: PlanConfig, common: Common) -> dict[str, Any]:
+    """Price a plan and write its folder."""
+    from unfreeze.synth.plan import make_plan, write_plan
+
+    fields = {name: getattr(config, name) for name in ("budget_usd", "price_read", "price_written")}
+    changed = {name: value for name, value in fields.items() if value is not None}
+    changed |= {name: getattr(config, name) for name in ("endpoint", "model") if getattr(config, name)}
+    show = say(common)
+    made, folder = make_plan(Path(config.seeds), config.recipe, changed, config.out, show)
+    with writing(folder, "out"):
+        write_plan(made, folder)
+    if not common.json:
+        print(f"{folder}: planned. next: unfreeze synth run {folder}")
+    names = ("requests", "read", "written", "worst_usd", "budget_usd")
+    return {"plan": str(folder), **{name: getattr(made, name) for name in names}}
+
+
+def run(config: RunConfig, common: Common) -> dict[str, Any]:
+    """Send what is missing, or write or read batch files; then write the rows."""
+    from unfreeze.synth.run import connect, only_here, open_plan, summary
+    from unfreeze.synth.plan import opened, read_plan
+
+    folder, show = Path(config.folder), say(common)
+    planned = read_plan(folder)
+    with ExitStack() as ends:
+        ends.enter_context(only_here(folder))
+        client = None
+        if not (config.batch or config.batch_results):
+            recipe, _ = opened(planned, folder)
+            client = connect(planned, recipe)
+        at = open_plan(folder, show, client)
+        ends.callback(at.ledger.close)
+        ends.callback(at.kept.close)
+        fault = None
+        if client:
+            try:
+                fault = at.ask()
+            except KeyboardInterrupt:
+                at.rows(Path(config.out) if config.out else None)
+                raise KeyboardInterrupt(
+                    f"{len(at.kept.known):,} answers are kept; the same command goes on"
+                ) from None
+        with writing(folder, "out"):
+            written = at.rows(Path(config.out) if config.out else None)
+        result = summary(at, written, at.missing())
+    for reason, count in written.left_out.most_common(MOST_REASONS):
+        show(f"left out: {count:,}: {reason}")
+    if fault is not None:
+        raise fault
+    if not common.json:
+        print(f"{written.path}: {written.rows:,} rows. next: unfreeze sft --model M --data {written.path}")
+    return result
