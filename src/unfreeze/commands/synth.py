@@ -90,8 +90,8 @@ def plan(config: PlanConfig, common: Common) -> dict[str, Any]:
 
 def run(config: RunConfig, common: Common) -> dict[str, Any]:
     """Send what is missing, or write or read batch files; then write the rows."""
-    from unfreeze.synth.run import connect, only_here, open_plan, summary
     from unfreeze.synth.plan import opened, read_plan
+    from unfreeze.synth.run import connect, only_here, open_plan, summary
 
     folder, show = Path(config.folder), say(common)
     planned = read_plan(folder)

@@ -5,7 +5,8 @@ PLAN/ledger.jsonl    what was booked (teach/ledger.py)
 PLAN/answers.jsonl   the answers that came
 PLAN/rows.jsonl      the rows made of them, and PLAN/left_out.jsonl: those left out, each with its reason
 
-    worst case = attempts × Σ over requests (price.read × prompt tokens + price.written × (max_tokens + reasoning))
+    worst case = attempts × Σ over requests (
+        price.read × prompt tokens + price.written × (max_tokens + reasoning tokens))
 
 An attempt that fails may be billed: a server may have computed an answer that did not arrive. So each counts.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,15 @@ from typing import Any
 from unfreeze.checkpoint.save import write_file
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.core.whole_lines import whole_lines
+from unfreeze.synth.judging import most_of
 from unfreeze.synth.prompts import Requests, read_seeds
 from unfreeze.synth.recipe import Recipe, digest_of, read_recipe
 from unfreeze.teach.address import base_url
+from unfreeze.teach.answers import Answer
 from unfreeze.teach.budget import Price
 from unfreeze.teach.ledger import NAME, Booked
-from unfreeze.untrusted.json_object import is_object, parse_object, read_object
+from unfreeze.teach.once import read_kept
+from unfreeze.untrusted.json_object import read_object
 
 FILE, ANSWERS, ROWS, LEFT_OUT = "plan.json", "answers.jsonl", "rows.jsonl", "left_out.jsonl"
 FORMAT = 1
@@ -91,16 +95,15 @@ def make_plan(
         recipe.budget_usd,
         recipe.price_read,
         recipe.price_written,
-        *_most(requests, recipe, set()),
-        0.0,
+        *(whole := most_of(requests, {})),
+        Price(recipe.price_read, recipe.price_written).of(*whole[1:]),
     )
     folder = Path(out or f"{Path(recipe_file).stem}-{plan.identity[:8]}.plan")
     if (folder / FILE).is_file():
         _refuse_other_bill(folder, read_plan(folder), plan)
-    with_answers = {_key(line, folder) for line in whole_lines(folder / ANSWERS)}
-    _, read, written = _most(requests, recipe, with_answers)
-    plan = Plan(**{**asdict(plan), "worst_usd": plan.price.of(plan.read, plan.written)})
-    say(_asked_words(requests, recipe, with_answers))
+    known = read_kept(folder / ANSWERS)
+    _, read, written = most_of(requests, known)
+    say(_asked_words(requests, known))
     line = Booked(folder, plan.budget_usd, plan.price).worst(url, read, written)
     say(line or f"{read:,} tokens read and {written:,} written at most; nobody bills for them")
     return plan, folder
@@ -164,23 +167,14 @@ def file_hash(path: Path) -> str:
         raise DataError(f"{path} cannot be read: {error.strerror}", next="check the path") from None
 
 
-def _most(requests: Requests, recipe: Recipe, known: set[str]) -> tuple[int, int, int]:
-    """(requests, tokens read, tokens written) of what is missing, at most, with all attempts."""
-    missing = [request for request in requests.first if request.key not in known]
-    count, read, written = requests.judging
-    read += sum(request.read for request in missing)
-    written += sum(request.written for request in missing)
-    return len(missing) + count, recipe.tries * read, recipe.tries * written
-
-
-def _asked_words(requests: Requests, recipe: Recipe, known: set[str]) -> str:
+def _asked_words(requests: Requests, known: Mapping[str, Answer]) -> str:
     missing = sum(request.key not in known for request in requests.first)
     there = len(requests.first) - missing
     words = f"{len(requests.seeds):,} seeds, {missing:,} requests"
     words += f" ({there:,} more have their answer)" if there else ""
-    words += f", {requests.judging[0]:,} of a judge" if requests.judges else ""
+    words += f", {2 * len(requests.seeds):,} of a judge" if requests.judges else ""
     words += f"; {requests.repeated:,} seeds repeat another's request" if requests.repeated else ""
-    return f"{words}; at most {recipe.tries} attempts each, any of which may be billed"
+    return f"{words}; at most {requests.recipe.tries} attempts each, any of which may be billed"
 
 
 def _refuse_other_bill(folder: Path, before: Plan, now: Plan) -> None:
@@ -192,8 +186,3 @@ def _refuse_other_bill(folder: Path, before: Plan, now: Plan) -> None:
                 f"{folder} has bookings with {name} = {old}, but now it is {new}",
                 next=f"{AGAIN} with another --out",
             )
-
-
-def _key(line: bytes, folder: Path) -> str:
-    record = parse_object(line, f"{folder / ANSWERS}", ConfigError)
-    return str(record.get("key")) if is_object(record) else ""

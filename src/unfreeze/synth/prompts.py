@@ -118,7 +118,7 @@ def counter(recipe: Recipe) -> Count:
     from unfreeze.data import load_tokenizer
 
     tokenizer = load_tokenizer(recipe.tokenizer)
-    return lambda text: len(tokenizer.encode(text))
+    return lambda text: len(tokenizer.encode(text, specials=False))
 
 
 class Requests:
@@ -127,7 +127,7 @@ class Requests:
     seeds     those that make a request of their own
     first     requests that need no other's answer, in the order of the seeds
     repeated  number of seeds whose requests another seed has made
-    judging   (requests, read, written) of a judge's questions about pairs, at most
+    judges    True if a judge compares pairs
     """
 
     def __init__(self, recipe: Recipe, seeds: Iterator[Seed], name: str = "the seeds"):
@@ -161,15 +161,6 @@ class Requests:
         if not self.seeds:
             raise DataError(f"{name} has no rows", next="one seed a line, with the fields of the recipe")
 
-    @property
-    def judging(self) -> tuple[int, int, int]:
-        """(requests, read, written) of a judge's questions about pairs, at most."""
-        if not self.judges:
-            return 0, 0, 0
-        questions = 2 * len(self.seeds)
-        read = sum(2 * self._most_judged(seed) for seed in self.seeds)
-        return questions, read, questions * self.recipe.judge.max_tokens
-
     def row_turns(self, seed: Seed) -> list[Message]:
         """Return the turns of a row before its answer."""
         recipe = self.recipe
@@ -177,11 +168,11 @@ class Requests:
         return [*system, _turn("user", filled(recipe.row_prompt or recipe.prompt, seed))]
 
     def questions(self, seed: Seed, texts: Sequence[str]) -> list[Request]:
-        """Return a judge's two questions about two answers; none if they are too long for the plan's price."""
+        """Return a judge's two questions about two answers; none if they are longer than the plan priced."""
         row = Conversation([_turn("user", self.row_turns(seed)[-1]["content"])])
         asked = self.pairs.questions([(row, text) for text in texts])
         made = [self._judge(seed, f"judge-{i}", text) for i, text in enumerate(asked)]
-        most = self._most_judged(seed)
+        most = self.most_judged(seed)
         return made if all(request.read <= most for request in made) else []
 
     def _of(self, seed: Seed) -> Iterator[Request]:
@@ -257,7 +248,8 @@ class Requests:
         beside = 2 * BESIDE + self.recipe.read_beside
         return most_bytes(empty) + beside + 2 * ANSWER_BYTES * self.recipe.max_tokens
 
-    def _most_judged(self, seed: Seed) -> int:
+    def most_judged(self, seed: Seed) -> int:
+        """Return the most tokens of one of a judge's questions about a seed."""
         return self._room + 2 * most_bytes(self.row_turns(seed)[-1]["content"])
 
 

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from unfreeze.checkpoint.save import write_file
 from unfreeze.data.rows.row import Conversation, Message
 from unfreeze.rollout.verdicts import Verdict
+from unfreeze.synth.judging import pair_of
 from unfreeze.synth.plan import LEFT_OUT, ROWS, Plan, recipe_hash
 from unfreeze.synth.prompts import Request, Requests, Seed, filled
 from unfreeze.synth.recipe import Recipe
@@ -92,19 +93,16 @@ class Rows:
             yield Made(row | self._source(seed, [request]), answer.text, fault_of(answer, self.recipe))
 
     def _pair(self, seed: Seed, own: Sequence[Request]) -> Iterator[Made]:
-        held = [self.known.get(request.key) for request in own]
-        if None in held:
+        answers, fault = pair_of(own, self.known, self.recipe)
+        if not answers:
             return
-        answers = [thought_apart(answer) for answer in held if answer]
-        faults = [fault for answer in answers if (fault := fault_of(answer, self.recipe))]
-        fault, asked, order = next(iter(faults), ""), list(own), (0, 1)
-        if answers[0].text == answers[1].text:
-            fault = fault or "two equal answers"
+        asked, order = list(own), (0, 1)
         if self.requests.judges and not fault:
-            questions = self.requests.questions(seed, [answer.text for answer in held if answer])
+            texts = [answer.text for answer in answers]
+            questions = self.requests.questions(seed, texts)
             if not all(question.key in self.known for question in questions):
                 return
-            fault, order = self._compared(seed, held, questions)
+            fault, order = self._compared(seed, texts, questions)
             asked += questions
         chosen, rejected = (answers[place] for place in order)
         row = {
@@ -115,7 +113,7 @@ class Rows:
         yield Made(row | self._source(seed, asked), chosen.text, fault)
 
     def _compared(
-        self, seed: Seed, held: Sequence[Answer | None], questions: Sequence[Request]
+        self, seed: Seed, texts: Sequence[str], questions: Sequence[Request]
     ) -> tuple[str, tuple[int, int]]:
         """Return (fault, places of the better and the worse answer)."""
         if not questions:
@@ -126,7 +124,7 @@ class Rows:
             value = pairs.read(self.known[question.key].text)
             verdicts.append(Verdict(value, "ok" if value is not None else "unreadable"))
         row = Conversation(self.requests.row_turns(seed))
-        graded = pairs.graded([(row, answer.text) for answer in held if answer], verdicts)
+        graded = pairs.graded([(row, text) for text in texts], verdicts)
         one, two = (each.reward for each in graded)
         if one is None or two is None:
             return "the judge's verdict cannot be read", (0, 1)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import ConfigError, DataError, UserError
 from unfreeze.core.units import format_seconds
+from unfreeze.synth.judging import questions_missing
 from unfreeze.synth.plan import ANSWERS, Plan, opened, read_plan
 from unfreeze.synth.prompts import Count, Request, Requests
 from unfreeze.synth.recipe import Recipe
@@ -161,30 +162,24 @@ class Open:
     kept: Kept[Request]
     show: Callable[[str], None]
 
-    def missing(self) -> list[Request]:
-        """Return the requests that can be sent now and have no answer."""
-        known = self.kept.known
-        first = [request for request in self.requests.first if request.key not in known]
-        return first or [request for request in self.judged() if request.key not in known]
+    def answers_missing(self) -> list[Request]:
+        """Return the requests of the first stage that have no answer."""
+        return [request for request in self.requests.first if request.key not in self.kept.known]
 
-    def judged(self) -> list[Request]:
-        """Return a judge's questions about the pairs that have both answers."""
-        if not self.requests.judges:
-            return []
-        made: list[Request] = []
-        for seed, own in zip(self.requests.seeds, self.requests.by_seed, strict=True):
-            answers = [self.kept.known.get(request.key) for request in own]
-            texts = [each.text for each in answers if each and each.usable]
-            if len(texts) == 2 and texts[0] != texts[1]:
-                made += self.requests.questions(seed, texts)
-        return made
+    def verdicts_missing(self) -> list[Request]:
+        """Return a judge's questions that can be asked now and have no answer."""
+        return questions_missing(self.requests, self.kept.known)
+
+    def missing(self) -> list[Request]:
+        """Return what can be asked now and has no answer."""
+        return [*self.answers_missing(), *self.verdicts_missing()]
 
     def ask(self) -> UserError | None:
         """Send what is missing. -> the error that ended it, or the last one of those that failed."""
         failed: UserError | None = None
-        for _ in range(2):  # answers, then a judge's verdicts about them
-            if not (missing := self.missing()):
-                break
+        for stage in (self.answers_missing, self.verdicts_missing):
+            if not (missing := stage()):
+                continue
             watch = Watch(self.recipe, self.ledger, len(missing), self.show)
             try:
                 self.kept(missing, watch)

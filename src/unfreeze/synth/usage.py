@@ -16,11 +16,11 @@ from unfreeze.teach.answers import Answer
 from unfreeze.untrusted.json_object import is_object
 
 LONGEST = 256
-"""Bytes of one token, at most: the longest of known vocabularies, runs of 128 spaces among them, have fewer."""
+"""Bytes of one token, at most: the longest of known vocabularies, such as runs of 128 spaces, have fewer."""
 
 
 class Usage(NamedTuple):
-    """Tokens as the server counts them. fault: why they are refused, ""; over: True if more than was booked."""
+    """Tokens as the server counts them. fault: why they are refused, or ""; over: more than was booked."""
 
     read: int = 0
     written: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from unfreeze.core.errors import ConfigError, DataError, UserError, nearest
 from unfreeze.synth.prompts import read_seeds
 from unfreeze.synth.recipe import Check, Recipe
 from unfreeze.teach.answers import Answer
-from unfreeze.untrusted.json_object import parse_object
+from unfreeze.untrusted.json_object import is_list, is_object, parse_object
 from unfreeze.untrusted.pattern import pattern
 
 SCRIPTS = {
@@ -92,18 +93,18 @@ def repeated(texts: Sequence[str], near: float) -> dict[int, int]:
     if near >= 1 or len(first) < 2:
         return repeats
     try:
-        from datasketch import MinHash, MinHashLSH  # an extra, and a second
+        datasketch: Any = import_module("datasketch")  # an extra, and a second
     except ImportError:
         raise ConfigError(
             "near-duplicates need the library datasketch, which is not installed",
             next="pip install datasketch, or check.near = 1 for equal answers only",
         ) from None
     # a lower threshold for candidates, since each is compared
-    index: Any = MinHashLSH(threshold=max(0.1, near - 0.15), num_perm=PERMUTATIONS)
+    index: Any = datasketch.MinHashLSH(threshold=max(0.1, near - 0.15), num_perm=PERMUTATIONS)
     shingles: dict[int, set[bytes]] = {}
     for text, place in first.items():
         own = {text[i : i + SHINGLE].encode() for i in range(max(1, len(text) - SHINGLE + 1))}
-        sketch: Any = MinHash(num_perm=PERMUTATIONS)
+        sketch: Any = datasketch.MinHash(num_perm=PERMUTATIONS)
         sketch.update_batch(list(own))
         alike = [other for other in sorted(index.query(sketch)) if _jaccard(own, shingles[other]) >= near]
         if alike:
@@ -132,8 +133,9 @@ def _texts_of(path: Path) -> Iterator[str]:
 def _strings(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _strings(inner)
+    inner = list(value.values()) if is_object(value) else value if is_list(value) else []
+    for each in inner:
+        yield from _strings(each)
 
 
 def _grams(text: str) -> set[tuple[str, ...]]:

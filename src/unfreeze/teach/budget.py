@@ -64,8 +64,8 @@ class Ceiling(ABC):
                 return ""
             raise ConfigError(
                 f"{url} is not on this machine or in its network, and its price is unknown",
-                next=f"{self.flag}price-read 0.5 {self.flag}price-written 1.5 (USD per million tokens; 0 and 0"
-                f" where it is free) and {self.flag}budget-usd",
+                next=f"{self.flag}price-read 0.5 {self.flag}price-written 1.5 (USD per million tokens; 0 and"
+                f" 0 where it is free) and {self.flag}budget-usd",
             )
         cost = self.price.of(read, written)
         arithmetic = (

@@ -86,13 +86,14 @@ class Ledger(Booked, Closing):
             self._file.close()
 
     def book(self, key: str, read: int, written: int) -> None:
-        """Book an attempt at its worst, before it is sent. Raises ConfigError if it might pass the ceiling."""
+        """Book an attempt at its worst, before it is sent. Raises ConfigError if it might exceed the ceiling."""
         self.book_all([(key, read, written)])
 
     def book_all(self, attempts: Iterable[tuple[str, int, int]]) -> None:
         """Book attempts that are sent together, all or none."""
         attempts = list(attempts)
-        read, written = (sum(attempt[i] for attempt in attempts) for i in (1, 2))
+        read = sum(attempt[1] for attempt in attempts)
+        written = sum(attempt[2] for attempt in attempts)
         with self._lock:
             cost = self.price.of(self.read + read, self.written + written)
             if cost > self.usd:

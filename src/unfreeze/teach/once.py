@@ -60,9 +60,7 @@ class Kept(Generic[T]):
         start: Callable[[Callable[[], None]], threading.Thread | None] = in_a_thread,
     ):
         self._ask, self._key, self.at_once, self._start = ask, key, at_once, start
-        self._known = dict(
-            _record(path, number, line, self.noun) for number, line in enumerate(whole_lines(path), 1)
-        )
+        self._known = read_kept(path, self.noun)
         self._working: list[threading.Thread] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file, self._lock = appending(path), threading.Lock()
@@ -160,6 +158,11 @@ class Once(Kept[Conversation]):
     def _hash(self, row: Conversation) -> str:
         whole = json.dumps([self._about, row.messages], sort_keys=True)
         return hashlib.blake2b(whole.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def read_kept(path: Path, noun: str = "answer") -> dict[str, Answer]:
+    """Return key -> answer of a file's complete lines; none without the file. Raises CheckpointError."""
+    return dict(_record(path, number, line, noun) for number, line in enumerate(whole_lines(path), 1))
 
 
 def _record(path: Path, number: int, line: bytes, noun: str) -> tuple[str, Answer]:
