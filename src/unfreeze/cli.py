@@ -53,9 +53,7 @@ LOOK = {
     ),
     "report": Command("unfreeze.commands.report", "report RUN", "HTML report and summary of a run"),
     "compare": Command("unfreeze.commands.compare", "compare RUN RUN …", "several runs side by side"),
-    "data": Command(
-        "unfreeze.commands.data_show", "data show F --model M", "the data as the model will see it"
-    ),
+    "data": Command("unfreeze.commands.data", "data show F --model M", "the data as the model will see it"),
     "reward": Command(
         "unfreeze.commands.reward", "reward show my.py", "answers with their rewards, before training"
     ),
@@ -73,7 +71,8 @@ SHIP = {
     "merge": Command("unfreeze.commands.merge", "merge RUN --to bf16", "base and adapter as one checkpoint"),
 }
 MAKE: dict[str, Command] = {
-    "synth": Command("unfreeze.commands.synth", "synth plan | run", "data from a model's server, to a budget")
+    "data": Command("unfreeze.commands.data", "data clean IN OUT", "filters, duplicates, a ledger of bytes")
+    "synth": Command("unfreeze.commands.synth", "synth plan | run", "data from a model's server, to a budget"),
 }
 DEV = {
     "bench": Command(

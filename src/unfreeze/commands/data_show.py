@@ -23,7 +23,7 @@ from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Files, Frozen, ModelName, parse
 from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.core.errors import ConfigError
 from unfreeze.core.field import about
 from unfreeze.job.data import document_tokens, longer_by
 from unfreeze.tracking.console import PipeConsole
@@ -133,14 +133,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     vocabulary: base, total, padded. lengths: min, median, p95, max, histogram. samples: row, tokens, texts
     and weights of each; also side (chosen, rejected) for preference data.
     """
-    if arguments[:1] in (["-h"], ["--help"]):
-        arguments = ["show", *arguments]
-    if not arguments or arguments[0] != "show":
-        got = f"{arguments[0]!r}{nearest(arguments[0], ['show'])}" if arguments else "nothing"
-        raise ConfigError(
-            f"data takes the subcommand show, got {got}", next="unfreeze data show FILE.jsonl --model MODEL"
-        )
-    config = parse(Config, arguments[1:], command="data show", description=__doc__ or "", positional=True)
+    config = parse(Config, arguments, command="data show", description=__doc__ or "", positional=True)
     say = partial(print, file=sys.stderr) if not common.quiet else lambda line: None
     facts = data_account(config, say, quiet=common.quiet)
     if not common.quiet:

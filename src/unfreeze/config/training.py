@@ -150,7 +150,7 @@ def _stem(written: str) -> str:
     """Short name of the data: chat for chat.jsonl.gz, d for d/*.jsonl, name for hf:org/name:config."""
     path = Path(written.removeprefix(HUB).split(":")[0]) if written.startswith(HUB) else Path(written)
     plain = next((part for part in (path, *path.parents) if not has_magic(part.name)), path)
-    return Path(plain.stem).stem if plain.suffix == ".gz" else plain.stem or "data"
+    return Path(plain.stem).stem if plain.suffix in (".gz", ".zst") else plain.stem or "data"
 
 
 def portable(model: str) -> str:

@@ -26,6 +26,7 @@ from unfreeze.core.whole_lines import whole_lines
 from unfreeze.synth.judging import most_of
 from unfreeze.synth.prompts import Requests, read_seeds
 from unfreeze.synth.recipe import Recipe, digest_of, read_recipe
+from unfreeze.synth.validate import refuse_unable
 from unfreeze.teach.address import base_url
 from unfreeze.teach.answers import Answer
 from unfreeze.teach.budget import Price
@@ -84,6 +85,7 @@ def make_plan(
         )
     url = base_url(recipe.endpoint)
     recipe = recipe.model_copy(update={"endpoint": url})
+    refuse_unable(recipe.check)
     requests = Requests(recipe, read_seeds(seeds), seeds.name)
     plan = Plan(
         str(seeds.resolve()),

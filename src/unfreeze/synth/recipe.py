@@ -57,10 +57,10 @@ class Check(Frozen):
     forbid: tuple[str, ...] = Field(default=(), description="texts that it must not contain, in any case")
     language: str = Field(default="", description="language of the answer, such as en or zh; empty: any")
     near: float = Field(
-        default=0.8,
+        default=0.7,
         gt=0,
         le=1,
-        description="similarity (Jaccard, of 5 characters) of a repeated answer; 1: equal",
+        description="similarity (Jaccard, of 5 words) from which an answer repeats another; 1: only equal ones",
     )
     against: Files = Field(
         default=(), description="evaluation sets: a row that shares 13 words in a row with one is left out"

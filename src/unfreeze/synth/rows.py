@@ -32,6 +32,9 @@ from unfreeze.teach.answers import Answer
 from unfreeze.teach.ledger import Booked
 from unfreeze.untrusted.json_object import is_object
 
+LEAKED = "shares words with an evaluation set"
+BETTER = ("messages", "prompt", "chosen")
+ALL = (*BETTER, "rejected")
 Known = Mapping[str, Answer]
 
 
@@ -48,10 +51,9 @@ class Written:
 
 @dataclass
 class Made:
-    """A row, or the reason that there is none; text: what repeats or leaks."""
+    """A row, and why it is left out, or ""."""
 
     row: dict[str, Any]
-    text: str = ""
     fault: str = ""
 
 
@@ -71,17 +73,14 @@ class Rows:
             for each in make(seed, own)
         ]
         good = [each for each in made if not each.fault]
-        texts = [each.text for each in good]
-        leaked = contaminated(
-            [json.dumps(each.row, ensure_ascii=False) for each in good], self.recipe.check.against
-        )
-        for place in leaked:
-            good[place].fault = "shares 13 words in a row with an evaluation set"
-        if self.recipe.kind != "labels":
-            for place, other in repeated(texts, self.recipe.check.near).items():
-                row = good[other].row["source"]["seed"]
-                good[place].fault = good[place].fault or "repeats another row's answer"
-                good[place].row["source"]["repeats"] = row
+        leaked = contaminated([_text_of(each.row, ALL) for each in good], self.recipe.check.against)
+        for place, where in leaked.items():
+            good[place].fault = LEAKED
+            good[place].row["source"]["leaked"] = where
+        repeats = repeated([_text_of(each.row, BETTER) for each in good], self.recipe.check.near)
+        for place, other in repeats.items():
+            good[place].fault = good[place].fault or "repeats another row"
+            good[place].row["source"]["repeats"] = good[other].row["source"]["seed"]
         return made
 
     def _messages(self, seed: Seed, own: Sequence[Request]) -> Iterator[Made]:
@@ -90,7 +89,7 @@ class Rows:
                 continue
             answer = thought_apart(held)
             row = {"messages": [*self.requests.row_turns(seed), self._turn(answer)]}
-            yield Made(row | self._source(seed, [request]), answer.text, fault_of(answer, self.recipe))
+            yield Made(row | self._source(seed, [request]), fault_of(answer, self.recipe))
 
     def _pair(self, seed: Seed, own: Sequence[Request]) -> Iterator[Made]:
         answers, fault = pair_of(own, self.known, self.recipe)
@@ -110,7 +109,7 @@ class Rows:
             "chosen": [self._turn(chosen)],
             "rejected": [self._turn(rejected)],
         }
-        yield Made(row | self._source(seed, asked), chosen.text, fault)
+        yield Made(row | self._source(seed, asked), fault)
 
     def _compared(
         self, seed: Seed, texts: Sequence[str], questions: Sequence[Request]
@@ -144,7 +143,7 @@ class Rows:
             "score": score,
         }
         fault = "" if score is not None else "the judge's verdict cannot be read"
-        yield Made(row | self._source(seed, own), text, fault)
+        yield Made(row | self._source(seed, own), fault)
 
     def _turn(self, answer: Answer) -> Message:
         thought = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
@@ -202,6 +201,12 @@ def write_rows(
         if is_object(usage) and not answer.about.get("usage_fault"):
             written.usage_usd += plan.price.of(usage["prompt_tokens"], usage["completion_tokens"])
     return written
+
+
+def _text_of(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return what a row's turns say, without the system's."""
+    turns = [turn for name in names for turn in row.get(name, ()) if turn["role"] != "system"]
+    return "\n".join(turn["content"] for turn in turns)
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
-from unfreeze.core.errors import ConfigError, DataError, UserError, nearest
+from unfreeze.config.clean import Contamination, Duplicates
+from unfreeze.core.errors import ConfigError, UserError, nearest
+from unfreeze.data.clean.contamination import Evaluation
+from unfreeze.data.clean.document import Document
+from unfreeze.data.clean.duplicates import Exact, Near
+from unfreeze.data.clean.language import ALONE, CYRILLIC, language_of
 from unfreeze.synth.prompts import read_seeds
 from unfreeze.synth.recipe import Check, Recipe
 from unfreeze.teach.answers import Answer
 from unfreeze.untrusted.json_object import is_list, is_object, parse_object
 from unfreeze.untrusted.pattern import pattern
 
-SCRIPTS = {
-    "zh": r"[\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0002ebef]",
-    "ja": r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]",
-    "ko": r"[\uac00-\ud7af\u1100-\u11ff]",
-    "ru": r"[\u0400-\u04ff]",
-    "en": r"[A-Za-z]",
+SHORT = 20  # words; a language is known by its function words, and a shorter text may have too few
+MAIN = 0.5  # share of letters in the main script
+LANGUAGES = {
+    **{language: "latin" for language in ("en", "de", "fr", "es", "it", "pt", "nl")},
+    **{language: "cyrillic" for language in CYRILLIC},
+    **{language: language for language in ("zh", "ja", *ALONE.values())},
 }
-"""Letters of a language's script."""
-MOST = 0.6  # share of an answer's letters that are of its language's script
-PERMUTATIONS, SHINGLE = 128, 5
-WORDS = 13  # in a row, that a row may not share with an evaluation set
+"""Language -> its script, or itself where the script is enough."""
 THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
-TOKEN = re.compile(r"[^\W_]+|[\u3400-\u9fff]")
 
 
 def fault_of(answer: Answer, recipe: Recipe) -> str:
@@ -69,65 +69,67 @@ def thought_apart(answer: Answer) -> Answer:
 
 
 def of_language(text: str, language: str) -> bool:
-    """True if most letters of a text are of a language's script. Raises ConfigError for an unknown one."""
-    if language not in SCRIPTS:
+    """True if a text is in a language; a short one if its script is that of the language.
+
+    Raises ConfigError for a language that cannot be recognised.
+    """
+    if language not in LANGUAGES:
         raise ConfigError(
-            f"check.language = {language!r} is not known{nearest(language, SCRIPTS)}", next=", ".join(SCRIPTS)
+            f"check.language = {language!r} is not known{nearest(language, LANGUAGES)}",
+            next=", ".join(LANGUAGES),
         )
-    letters = sum(char.isalpha() for char in text)
-    own = len(re.findall(SCRIPTS[language], text))
-    return letters > 0 and own >= MOST * letters
+    document = Document(text)
+    name, share = language_of(document)
+    script = LANGUAGES[language]
+    alike = name == script or (len(document.units) < SHORT and LANGUAGES.get(name) == script)
+    return share >= MAIN and (name == language or alike)
 
 
 def repeated(texts: Sequence[str], near: float) -> dict[int, int]:
-    """Return place -> earlier place, for texts whose 5-character shingles have a Jaccard similarity >= near.
+    """Return place -> earlier place, for texts that repeat one: equal, or similar (data/clean/duplicates.py).
 
-    MinHash finds candidates (128 permutations); each is compared exactly. near = 1: only equal texts.
+    near: least Jaccard similarity; 1: only equal texts.
     """
-    first: dict[str, int] = {}
-    repeats: dict[int, int] = {}
-    for place, text in enumerate(map(_plain, texts)):
-        if text in first:
-            repeats[place] = first[text]
-        first.setdefault(text, place)
-    if near >= 1 or len(first) < 2:
-        return repeats
-    try:
-        datasketch: Any = import_module("datasketch")  # an extra, and a second
-    except ImportError:
-        raise ConfigError(
-            "near-duplicates need the library datasketch, which is not installed",
-            next="pip install datasketch, or check.near = 1 for equal answers only",
-        ) from None
-    # a lower threshold for candidates, since each is compared
-    index: Any = datasketch.MinHashLSH(threshold=max(0.1, near - 0.15), num_perm=PERMUTATIONS)
-    shingles: dict[int, set[bytes]] = {}
-    for text, place in first.items():
-        own = {text[i : i + SHINGLE].encode() for i in range(max(1, len(text) - SHINGLE + 1))}
-        sketch: Any = datasketch.MinHash(num_perm=PERMUTATIONS)
-        sketch.update_batch(list(own))
-        alike = [other for other in sorted(index.query(sketch)) if _jaccard(own, shingles[other]) >= near]
-        if alike:
-            repeats[place] = alike[0]
-            continue
-        index.insert(place, sketch)
-        shingles[place] = own
+    exact, repeats, stayed = Exact(), dict[int, int](), list[int]()
+    with TemporaryDirectory(prefix="unfreeze-synth-") as folder:
+        index = Near(Duplicates(threshold=near), Path(folder)) if near < 1 else None
+        for place, text in enumerate(texts):
+            if (before := exact.before(text)) is not None:
+                repeats[place] = before
+                continue
+            signature = index.signature(Document(text)) if index else None
+            if index and signature and (similar := index.similar(signature)):
+                repeats[place] = stayed[similar[0]]
+                continue
+            exact.add(text, place)
+            stayed.append(place)
+            if index and signature:
+                index.add(signature)
+        if index:
+            index.close()
     return repeats
 
 
-def contaminated(texts: Sequence[str], against: Sequence[str]) -> set[int]:
-    """Return the places of texts that share WORDS words in a row with a text of the evaluation sets."""
+def contaminated(texts: Sequence[str], against: Sequence[str]) -> dict[int, str]:
+    """Return place -> reason, for texts that share an n-gram with a row of the evaluation sets."""
     if not against:
-        return set()
-    known = {gram for file in against for text in _texts_of(Path(file)) for gram in _grams(text)}
-    return {place for place, text in enumerate(texts) if not known.isdisjoint(_grams(text))}
+        return {}
+    evaluation = Evaluation(Contamination())
+    for file in against:
+        for row in read_seeds(Path(file)):
+            evaluation.add(_strings(row.fields), f"{Path(file).name} row {row.row}")
+    reasons = {place: evaluation(Document(text)) for place, text in enumerate(texts)}
+    return {place: reason.why for place, reason in reasons.items() if reason}
 
 
-def _texts_of(path: Path) -> Iterator[str]:
-    if not path.is_file():
-        raise DataError(f"check.against: there is no file {path}", next="correct check.against")
-    for row in read_seeds(path):
-        yield " \n ".join(_strings(row.fields))
+def refuse_unable(check: Check) -> None:
+    """Raise ConfigError for a check that cannot be made, before anything is paid for."""
+    if check.language:
+        of_language("a", check.language)
+    repeated([], check.near)
+    for file in check.against:
+        if not Path(file).is_file():
+            raise ConfigError(f"check.against: there is no file {file}", next="correct check.against")
 
 
 def _strings(value: object) -> Iterator[str]:
@@ -136,25 +138,3 @@ def _strings(value: object) -> Iterator[str]:
     inner = list(value.values()) if is_object(value) else value if is_list(value) else []
     for each in inner:
         yield from _strings(each)
-
-
-def _grams(text: str) -> set[tuple[str, ...]]:
-    words = [word.lower() for word in TOKEN.findall(text)]
-    return {tuple(words[i : i + WORDS]) for i in range(len(words) - WORDS + 1)}
-
-
-def _jaccard(one: set[bytes], two: set[bytes]) -> float:
-    return len(one & two) / len(one | two)
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.lower().split())
-
-
-def names_of(check: Check) -> None:
-    """Raise ConfigError for a check that cannot be made, before anything is sent."""
-    if check.language:
-        of_language("a", check.language)
-    for file in check.against:
-        if not Path(file).is_file():
-            raise ConfigError(f"check.against: there is no file {file}", next="correct check.against")

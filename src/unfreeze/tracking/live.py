@@ -338,7 +338,7 @@ class LoadProgress:
 
 
 class EncodeProgress:
-    """Progress of encoding data files: rows, rows/s and time left, shown after `after` seconds.
+    """Progress of reading data files: rows, rows/s and time left, shown after `after` seconds.
 
     A context manager to call with (rows, bytes_done, bytes_total).
     """
@@ -350,8 +350,9 @@ class EncodeProgress:
         after: float = 1.0,
         seconds_between: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
+        label: str = "encode",
     ):
-        self._clock, self._display = clock, _Display(quiet, stream)
+        self._clock, self._display, self._label = clock, _Display(quiet, stream), label
         self._between = 0.1 if self._display.may_draw else seconds_between
         self._began, self._next = clock(), after
 
@@ -372,6 +373,6 @@ class EncodeProgress:
         if 0 < bytes_done < bytes_total:
             words += f"  {format_seconds((bytes_total - bytes_done) * seconds / bytes_done)} left"
         if self._display.may_draw:
-            self._display.draw("encode", min(bytes_done, bytes_total), bytes_total, words)
+            self._display.draw(self._label, min(bytes_done, bytes_total), bytes_total, words)
         else:
-            self._display.line(f"encode  {words}")
+            self._display.line(f"{self._label}  {words}")

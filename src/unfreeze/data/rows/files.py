@@ -4,7 +4,7 @@
     .txt               documents                                   lines.py
     .csv .tsv          a table with a header line                  tables.py
     .parquet .arrow .feather   tables, with pyarrow                tables.py
-    ….gz               any of the first four, compressed with gzip
+    ….gz ….zst         any of the first four, compressed with gzip or zstd       packed.py
 
 Every error names the row (its line in the file) and the field.
 """
@@ -24,12 +24,13 @@ from unfreeze.data.rows.asked import asked_from_dict
 from unfreeze.data.rows.columns import renames_of
 from unfreeze.data.rows.judged import judged_from_dict
 from unfreeze.data.rows.lines import JsonArray, JsonLines, TextFile, is_array, parse_json, parse_text
+from unfreeze.data.rows.packed import PACKINGS, is_packed
 from unfreeze.data.rows.row import Answers, BadRow, Build, Judged, Row, RowPlace
 from unfreeze.data.rows.shapes import row_from_dict
 from unfreeze.data.rows.tables import Arrow, Csv, Parquet, parse_cells
 
 PACKED = 4
-"""Approximate bytes of text per byte of gzip."""
+"""Approximate bytes of text per byte of gzip or zstd."""
 
 BUILD: dict[Answers, Build] = {"taught": row_from_dict, "asked": asked_from_dict}
 
@@ -61,17 +62,19 @@ FORMS: dict[str, tuple[Open, Parse]] = {
     ".arrow": (Arrow, parse_cells),
     ".feather": (Arrow, parse_cells),
 }
-UNPACK = {".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
+TABLES = (".parquet", ".arrow", ".feather")
+"""Formats that hold their own compression, and rows without bytes of their own."""
+UNPACK = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
 
 
 def ending(path: Path) -> str:
     """Return the extension that determines a file's format: ".jsonl" for chat.jsonl.gz."""
-    return Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
+    return Path(path.stem).suffix.lower() if is_packed(path) else path.suffix.lower()
 
 
 def is_data(path: Path) -> bool:
     """Return True if a file's extension is supported."""
-    packed = path.suffix.lower() == ".gz" and ending(path) in (".parquet", ".arrow", ".feather")
+    packed = is_packed(path) and ending(path) in TABLES
     return ending(path) in FORMS and not packed
 
 
@@ -91,16 +94,36 @@ def reader(path: str | Path, columns: Sequence[str] = ()) -> Reader:
     Raises DataError for a missing file, an unknown format, or a table without any known column.
     """
     path = Path(path)
+    _refuse_file(path)
+    return FORMS[ending(path)][0](path, renames_of(columns))
+
+
+def whole_reader(path: Path) -> Reader:
+    """Return a reader like `reader`, which reads every column of a table, known or not."""
+    _refuse_file(path)
+    opened = FORMS[ending(path)][0]
+    if opened is Csv or opened is Parquet or opened is Arrow:
+        return opened(path, {}, whole=True)
+    return opened(path, {})
+
+
+def _refuse_file(path: Path) -> None:
+    """Raise DataError for a missing file or one of another format than its name says."""
     if not path.is_file():
         raise DataError(
             f"no data file at {path}{nearest(path.name, _neighbours(path))}", next="--data FILE.jsonl"
         )
     refuse_form(path)
     _refuse_other(path)
-    return FORMS[ending(path)][0](path, renames_of(columns))
 
 
-BEGINS = {b"PAR1": ".parquet", b"ARROW1\0\0": ".arrow", b"\x1f\x8b": ".gz", b"PK\x03\x04": ".xlsx"}
+BEGINS = {
+    b"PAR1": ".parquet",
+    b"ARROW1\0\0": ".arrow",
+    b"\x1f\x8b": ".gz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+    b"PK\x03\x04": ".xlsx",
+}
 """Magic bytes of non-text files. A Parquet file also ends with its magic bytes."""
 CONTROLS = frozenset(range(32)) - frozenset(b"\t\n\f\r\x1b")
 """Bytes that do not belong in a text, except by accident."""
@@ -110,7 +133,7 @@ BINARY = 0.02
 
 def _refuse_other(path: Path) -> None:
     """Raise DataError if a text file's first bytes show another format."""
-    if ending(path) in (".parquet", ".arrow", ".feather") or path.suffix.lower() == ".gz":
+    if ending(path) in TABLES or is_packed(path):
         return
     with path.open("rb") as file:
         first = file.read(4096)
@@ -125,7 +148,7 @@ def _refuse_other(path: Path) -> None:
             next="save it as CSV UTF-8, or unzip it",
         )
     if kind:
-        named = path.with_name(f"{path.name}.gz" if kind == ".gz" else f"{path.stem}{kind}")
+        named = path.with_name(f"{path.name}{kind}" if kind in PACKINGS else f"{path.stem}{kind}")
         raise DataError(
             f"{path.name} is {kind}, not {path.suffix}, judging by its first bytes",
             next=f"mv {quote(str(path))} {quote(str(named))}",
@@ -228,7 +251,7 @@ class Again:
 def text_bytes(path: Path) -> int:
     """Return the approximate size of a file's text in bytes, uncompressed."""
     size = path.stat().st_size
-    return PACKED * size if path.suffix.lower() in (".gz", ".parquet") else size
+    return PACKED * size if path.suffix.lower() in (*PACKINGS, ".parquet") else size
 
 
 def _neighbours(path: Path) -> list[str]:

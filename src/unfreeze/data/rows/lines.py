@@ -1,23 +1,23 @@
-"""Rows that are lines of a file: JSON Lines, plain text, and elements of a JSON array. Gzip is decompressed.
+"""Rows that are lines of a file: JSON Lines, plain text, and elements of a JSON array. Gzip and zstd are
+decompressed (packed.py).
 
 A line is located by its bytes (RowPlace), so it can be read again later and parsed in another process.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-import zlib
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from unfreeze.core.errors import DataError
 from unfreeze.core.units import format_bytes
 from unfreeze.data.rows.columns import renamed
 from unfreeze.data.rows.fields import json_type, refuse_constant
+from unfreeze.data.rows.packed import BROKEN, open_bytes
 from unfreeze.data.rows.row import Build, RowPlace, Text
 from unfreeze.data.rows.shapes import row_from_dict
 from unfreeze.untrusted.json_object import is_object
@@ -163,20 +163,15 @@ def is_array(path: Path) -> bool:
         return without_bom(file.read(CHUNK), path).lstrip().startswith(b"[")
 
 
-def open_bytes(path: Path) -> IO[bytes]:
-    """Open a file for reading bytes; decompress it if its name ends in .gz."""
-    return cast(IO[bytes], gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
-
-
 @contextmanager
 def open_lines(path: Path) -> Generator[IO[bytes]]:
-    """Open like open_bytes, but report a damaged gzip file as DataError."""
+    """Open like open_bytes, but report a damaged compressed file as DataError."""
     with open_bytes(path) as file:
         try:
             yield file
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        except BROKEN as error:
             raise DataError(
-                f"{path.name} cannot be decompressed as gzip: {error}",
+                f"{path.name} cannot be decompressed as {path.suffix.lower().lstrip('.')}: {error}",
                 next="download or write the file again",
             ) from None
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from unfreeze.data.rows.files import reader
 from unfreeze.data.rows.lines import MAX_ROW_BYTES, JsonLines, TextFile
+from unfreeze.data.rows.packed import is_packed
 from unfreeze.data.rows.row import RowPlace
 
 
@@ -79,5 +80,5 @@ def _hash(raw: bytes) -> bytes:
 def are_lines(paths: Sequence[Path], columns: Sequence[str] = ()) -> bool:
     """Return True if each row can be read without the rows before it: uncompressed JSON Lines and text."""
     readers = [reader(path, columns) for path in paths]
-    packed = any(path.suffix.lower() == ".gz" for path in paths)
+    packed = any(map(is_packed, paths))
     return not packed and all(type(file) in (JsonLines, TextFile) for file in readers)

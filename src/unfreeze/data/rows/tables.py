@@ -1,7 +1,7 @@
 """Rows of tables: csv (with a header line), Parquet, Arrow and Feather.
 
-Only columns that a row can use are read. A nested value may be stored in a column as JSON text.
-An empty or null cell is an absent field.
+Only columns that a row can use are read, or all of them with whole=True. A nested value may be stored in a
+column as JSON text. An empty or null cell is an absent field.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Csv:
     A row's number is the line it starts on; the header is line 1. Quoted cells may contain line breaks.
     """
 
-    def __init__(self, path: Path, renames: Mapping[str, str]):
+    def __init__(self, path: Path, renames: Mapping[str, str], *, whole: bool = False):
         self.path = path
         self._file: IO[bytes] | None = None
         with lines.open_lines(path) as file:
@@ -66,7 +66,8 @@ class Csv:
         twice = next((name for name in columns if columns.count(name) > 1), None)
         if twice is not None:
             raise DataError(f"{path.name}, row 1: column {twice!r} occurs twice", next="rename one of them")
-        _check_header(path, columns, renames, "row 1: the first line of a csv file names its columns")
+        if not whole:
+            _check_header(path, columns, renames, "row 1: the first line of a csv file names its columns")
 
     def rows(self) -> Iterator[tuple[RowPlace, Cells | Wrong]]:
         """Yield the place of each record with its cells, or with its error."""
@@ -188,7 +189,7 @@ class _ParquetFile(Protocol):
 class Parquet:
     """A Parquet file, read one page at a time; a row's number is its index in the file, from 1."""
 
-    def __init__(self, path: Path, renames: Mapping[str, str]):
+    def __init__(self, path: Path, renames: Mapping[str, str], *, whole: bool = False):
         pyarrow = needs_pyarrow(path)
         from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]
 
@@ -197,7 +198,7 @@ class Parquet:
             file = parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
             self._file = cast("_ParquetFile", file)
             self._schema = self._file.schema_arrow
-        self._keep = _kept(path, self._schema.names, renames)
+        self._keep = _kept(path, self._schema.names, renames, whole=whole)
         self._plain = _converters(pyarrow, self._schema)
         self._group: tuple[int, Any] = (-1, None)
 
@@ -223,14 +224,14 @@ class Parquet:
 class Arrow:
     """An Arrow file or stream (also Feather version 2), memory-mapped, read one record batch at a time."""
 
-    def __init__(self, path: Path, renames: Mapping[str, str]):
+    def __init__(self, path: Path, renames: Mapping[str, str], *, whole: bool = False):
         pyarrow = needs_pyarrow(path)
         self.path, self._pyarrow = path, pyarrow
         with _readable(path, "Arrow"):
             self._mapped = pyarrow.memory_map(str(path))
             self._is_file = self._mapped.read(6) == b"ARROW1"
             self._schema = self._reader().schema
-        self._keep = _kept(path, self._schema.names, renames)
+        self._keep = _kept(path, self._schema.names, renames, whole=whole)
         self._plain = _converters(pyarrow, self._schema)
         self._table: Any = None
 
@@ -297,11 +298,13 @@ class _readable:
             ) from None
 
 
-def _kept(path: Path, names: Sequence[str], renames: Mapping[str, str]) -> list[str]:
-    """Return the columns to read."""
+def _kept(path: Path, names: Sequence[str], renames: Mapping[str, str], *, whole: bool) -> list[str]:
+    """Return the columns to read. whole: all of them."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"{path.name}: column {twice!r} occurs twice", next="rename one of them")
+    if whole:
+        return list(names)
     _check_header(path, names, renames, "the columns")
     return [name for name in names if name in NAMES or name in renames.values()]
 
