@@ -71,8 +71,10 @@ SHIP = {
     "merge": Command("unfreeze.commands.merge", "merge RUN --to bf16", "base and adapter as one checkpoint"),
 }
 MAKE: dict[str, Command] = {
-    "data": Command("unfreeze.commands.data", "data clean IN OUT", "filters, duplicates, a ledger of bytes")
-    "synth": Command("unfreeze.commands.synth", "synth plan | run", "data from a model's server, to a budget"),
+    "data": Command("unfreeze.commands.data", "data clean IN OUT", "filters, duplicates, a ledger of bytes"),
+    "synth": Command(
+        "unfreeze.commands.synth", "synth plan | run", "data from a model's server, to a budget"
+    ),
 }
 DEV = {
     "bench": Command(

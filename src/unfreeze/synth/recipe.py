@@ -60,7 +60,7 @@ class Check(Frozen):
         default=0.7,
         gt=0,
         le=1,
-        description="similarity (Jaccard, of 5 words) from which an answer repeats another; 1: only equal ones",
+        description="similarity (Jaccard, of 5 words) at which a row repeats another; 1: only equal rows",
     )
     against: Files = Field(
         default=(), description="evaluation sets: a row that shares 13 words in a row with one is left out"

@@ -86,7 +86,7 @@ class Ledger(Booked, Closing):
             self._file.close()
 
     def book(self, key: str, read: int, written: int) -> None:
-        """Book an attempt at its worst, before it is sent. Raises ConfigError if it might exceed the ceiling."""
+        """Book an attempt at its worst, before it is sent. Raises ConfigError if the ceiling might break."""
         self.book_all([(key, read, written)])
 
     def book_all(self, attempts: Iterable[tuple[str, int, int]]) -> None:
