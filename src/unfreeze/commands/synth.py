@@ -8,17 +8,21 @@ A plan whose worst case is above --budget-usd (0 by default) is refused. No requ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 from tyro.conf import Positional, arg
 
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.core.errors import ConfigError, UserError, nearest
 from unfreeze.job.opening.device import say
+
+if TYPE_CHECKING:
+    from unfreeze.synth.run import Open
 
 SUB = ("plan", "run")
 MOST_REASONS = 8  # lines on what was left out
@@ -90,36 +94,68 @@ def plan(config: PlanConfig, common: Common) -> dict[str, Any]:
 
 def run(config: RunConfig, common: Common) -> dict[str, Any]:
     """Send what is missing, or write or read batch files; then write the rows."""
-    from unfreeze.synth.plan import opened, read_plan
+    from unfreeze.synth.plan import read_plan
     from unfreeze.synth.run import connect, only_here, open_plan, summary
 
     folder, show = Path(config.folder), say(common)
-    planned = read_plan(folder)
+    online = not (config.batch or config.batch_results)
+    read_plan(folder)  # refuse before a folder is made and locked
     with ExitStack() as ends:
         ends.enter_context(only_here(folder))
-        client = None
-        if not (config.batch or config.batch_results):
-            recipe, _ = opened(planned, folder)
-            client = connect(planned, recipe)
-        at = open_plan(folder, show, client)
-        ends.callback(at.ledger.close)
-        ends.callback(at.kept.close)
-        fault = None
-        if client:
-            try:
-                fault = at.ask()
-            except KeyboardInterrupt:
-                at.rows(Path(config.out) if config.out else None)
-                raise KeyboardInterrupt(
-                    f"{len(at.kept.known):,} answers are kept; the same command goes on"
-                ) from None
-        with writing(folder, "out"):
-            written = at.rows(Path(config.out) if config.out else None)
-        result = summary(at, written, at.missing())
+        at = open_plan(folder, show, connect if online else None)
+        ends.callback(at.close)
+        out = Path(config.out) if config.out else None
+        try:
+            fault, more = _online(at, config) if online else _batched(at, config, show)
+        except KeyboardInterrupt:
+            at.rows(out)
+            words = f"{len(at.kept.known):,} answers are kept; the same command goes on"
+            raise KeyboardInterrupt(words) from None
+        with writing(out.parent if out else folder, "out"):
+            written = at.rows(out)
+        result = {**summary(at, written), **more}
     for reason, count in written.left_out.most_common(MOST_REASONS):
         show(f"left out: {count:,}: {reason}")
+    if written.usage_refused:
+        show(f"warning: the usage of {written.usage_refused:,} answers was refused: {written.usage_fault}")
     if fault is not None:
         raise fault
     if not common.json:
-        print(f"{written.path}: {written.rows:,} rows. next: unfreeze sft --model M --data {written.path}")
+        print(f"{written.path}: {written.rows:,} rows. next: {_next(at, written.path)}")
     return result
+
+
+def _online(at: Open, config: RunConfig) -> tuple[UserError | None, dict[str, Any]]:
+    from unfreeze.synth.batch import refuse_waiting
+
+    if not config.again:
+        refuse_waiting(at.folder)
+    return at.ask(), {}
+
+
+def _batched(
+    at: Open, config: RunConfig, show: Callable[[str], None]
+) -> tuple[UserError | None, dict[str, Any]]:
+    """Read a batch's results, then write what is still missing into files, each if it is asked for."""
+    from unfreeze.synth.batch import read_results, write_batches
+
+    result: dict[str, Any] = {}
+    if config.batch_results:
+        result["results"] = counts = read_results(at, Path(config.batch_results))
+        show(f"{config.batch_results}: {', '.join(f'{count:,} {name}' for name, count in counts.items())}")
+    if config.batch:
+        with writing(config.batch, "batch"):
+            files = write_batches(at, Path(config.batch), again=config.again)
+        result["files"] = list(map(str, files))
+        show(f"{len(files)} files in {config.batch}; {at.money}")
+    return at.over(), result
+
+
+def _next(at: Open, path: Path) -> str:
+    """Return the command that trains on the rows, or that asks what is missing."""
+    if at.missing():
+        return f"unfreeze synth run {at.folder}"
+    if at.recipe.kind == "messages":
+        return f"unfreeze sft --model M --data {path}"
+    loss = " --preference.loss kto" if at.recipe.kind == "labels" else ""
+    return f"unfreeze prefer --model M --data {path}{loss}"

@@ -27,15 +27,19 @@ def pair_of(own: Sequence[Request], known: Known, recipe: Recipe) -> tuple[list[
     return answers, next(faults, alike)
 
 
-def questions_missing(requests: Requests, known: Known) -> list[Request]:
-    """Return the judge's questions about pairs that are complete, without those that have their verdict."""
-    missing: list[Request] = []
+def questions_of(requests: Requests, known: Known) -> list[Request]:
+    """Return the judge's questions about pairs that are complete."""
+    made: list[Request] = []
     for seed, own in zip(requests.seeds if requests.judges else [], requests.by_seed, strict=False):
         answers, fault = pair_of(own, known, requests.recipe)
         if answers and not fault:
-            questions = requests.questions(seed, [answer.text for answer in answers])
-            missing += [question for question in questions if question.key not in known]
-    return missing
+            made += requests.questions(seed, [answer.text for answer in answers])
+    return made
+
+
+def questions_missing(requests: Requests, known: Known) -> list[Request]:
+    """Return those questions that have no verdict."""
+    return [question for question in questions_of(requests, known) if question.key not in known]
 
 
 def most_of(requests: Requests, known: Known) -> tuple[int, int, int]:

@@ -47,6 +47,7 @@ class Written:
     left_out: Counter[str] = field(default_factory=Counter[str])
     usage_usd: float = 0.0
     usage_refused: int = 0
+    usage_fault: str = ""
 
 
 @dataclass
@@ -197,8 +198,11 @@ def write_rows(
     written.left_out.update(each.fault for each in made if each.fault)
     for answer in known.values():
         usage = answer.about.get("usage")
-        written.usage_refused += bool(usage and answer.about.get("usage_fault"))
-        if is_object(usage) and not answer.about.get("usage_fault"):
+        fault = answer.about.get("usage_fault", "")
+        if usage and fault:
+            written.usage_refused += 1
+            written.usage_fault = written.usage_fault or fault
+        elif is_object(usage):
             written.usage_usd += plan.price.of(usage["prompt_tokens"], usage["completion_tokens"])
     return written
 

@@ -8,7 +8,7 @@ the ceiling still holds; after Ctrl-C the requests under way are waited for, sin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import ConfigError, DataError, UserError
 from unfreeze.core.units import format_seconds
-from unfreeze.synth.judging import questions_missing
+from unfreeze.synth.judging import questions_missing, questions_of
 from unfreeze.synth.plan import ANSWERS, Plan, opened, read_plan
 from unfreeze.synth.prompts import Count, Request, Requests
 from unfreeze.synth.recipe import Recipe
@@ -110,10 +110,7 @@ class Watch:
         if isinstance(come, Answer):
             self.came, self.in_a_row = self.came + 1, 0
             if come.about.get("over"):
-                self.stopped = EndpointError(
-                    f"{come.about['usage_fault']}: the bill may be higher than what is booked",
-                    next="raise reasoning_tokens or read_beside in the recipe, and plan again",
-                )
+                self.stopped = over_booked(come.about["usage_fault"])
         elif isinstance(come, UserError):
             self.failures, self.in_a_row = self.failures + 1, self.in_a_row + 1
             self.failed = come
@@ -131,12 +128,18 @@ class Watch:
         each = (time.monotonic() - self.began) / max(1, self.came)
         left = format_seconds(each * max(0, self.total - self.came))
         failed = f", {self.failures:,} failed" if self.failures else ""
-        return (
-            f"{self.came:,} of {self.total:,} requests answered{failed}; {booked(self.ledger)}; {left} left"
-        )
+        return f"{self.came:,} of {self.total:,} requests answered{failed}; {money(self.ledger)}; {left} left"
 
 
-def booked(ledger: Ledger) -> str:
+def over_booked(fault: str) -> EndpointError:
+    """Return the error for a server that counts more than was booked: no price is known any more."""
+    return EndpointError(
+        f"{fault}: the bill may be higher than what is booked",
+        next="raise reasoning_tokens or read_beside in the recipe, and plan again with the same --out",
+    )
+
+
+def money(ledger: Ledger) -> str:
     """'$0.4100 of $2.0000 booked', or the tokens where nobody bills for them."""
     if not ledger.price.said:
         return f"{ledger.read:,} tokens read and {ledger.written:,} written at most"
@@ -162,6 +165,16 @@ class Open:
     kept: Kept[Request]
     show: Callable[[str], None]
 
+    @property
+    def money(self) -> str:
+        """What is booked, as words."""
+        return money(self.ledger)
+
+    def close(self) -> None:
+        """Close the ledger and the file of answers."""
+        self.ledger.close()
+        self.kept.close()
+
     def answers_missing(self) -> list[Request]:
         """Return the requests of the first stage that have no answer."""
         return [request for request in self.requests.first if request.key not in self.kept.known]
@@ -174,9 +187,19 @@ class Open:
         """Return what can be asked now and has no answer."""
         return [*self.answers_missing(), *self.verdicts_missing()]
 
+    def over(self) -> UserError | None:
+        """Return the error for an answer whose usage is more than its request has booked; else None."""
+        known = self.kept.known
+        for request in [*self.requests.first, *questions_of(self.requests, known)]:
+            if request.key in known and (usage := checked(request, known[request.key], None)).over:
+                return over_booked(usage.fault)
+        return None
+
     def ask(self) -> UserError | None:
         """Send what is missing. -> the error that ended it, or the last one of those that failed."""
-        failed: UserError | None = None
+        failed = self.over()
+        if failed is not None:
+            return failed
         for stage in (self.answers_missing, self.verdicts_missing):
             if not (missing := stage()):
                 continue
@@ -202,14 +225,18 @@ class Open:
 
 
 def open_plan(
-    folder: Path, show: Callable[[str], None], client: Client | None = None, **options: Any
+    folder: Path,
+    show: Callable[[str], None],
+    connected: Callable[[Plan, Recipe], Client] | None,
+    **options: Any,
 ) -> Open:
-    """Open a plan to send its requests. client: of its server; None: nothing can be sent.
+    """Open a plan. connected: (plan, recipe) -> a client of its server; None: nothing can be sent.
 
-    options: of Kept. The caller closes ledger and kept, and holds the folder's lock.
+    options: of Kept. The caller holds the folder's lock, and closes what is returned.
     """
     plan = read_plan(folder)
     recipe, requests = opened(plan, folder)
+    client = connected(plan, recipe) if connected else None
     ledger = Ledger(folder, plan.budget_usd, plan.price)
     count = requests.count if recipe.tokenizer else None
 
@@ -237,18 +264,19 @@ def only_here(folder: Path) -> Any:
     return one_writer(folder, "answers", "wait for it")
 
 
-def summary(at: Open, written: Written, failed: Sequence[Request]) -> dict[str, Any]:
+def summary(at: Open, written: Written) -> dict[str, Any]:
     """Return the result of a command: rows, those left out by reason, and money."""
+    missing = len(at.missing())
     return {
         "plan": str(at.folder),
         "path": str(written.path),
         "rows": written.rows,
         "left_out": dict(written.left_out),
         "answers": len(at.kept.known),
-        "missing": len(failed),
+        "missing": missing,
         "booked_usd": round(at.ledger.spent, 8),
         "usage_usd": round(written.usage_usd, 8),
         "budget_usd": at.ledger.usd,
         "usage_refused": written.usage_refused,
-        "finished": not failed,
+        "finished": not missing,
     }
