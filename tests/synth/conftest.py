@@ -11,18 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "teach"))
+sys.path.insert(0, str(Path(__file__).parent))
 from servers import serve
-
-PRICES = {"price_read": 1.0, "price_written": 2.0}
-RECIPE = """
-prompt = "Say it as Yoda: {answer}"
-row_prompt = "{question}"
-max_tokens = 100
-"""
-SEEDS = [
-    {"id": f"s{i}", "question": f"What is thing {i}?", "answer": f"Thing {i} weighs {7 * i + 3} stones."}
-    for i in range(12)
-]
+from synth_plans import RECIPE, SEEDS
 
 
 @pytest.fixture
@@ -51,20 +42,3 @@ def files(tmp_path):
         return rows, file
 
     return write
-
-
-def answered(text, usage=None, ended="stop", **fields):
-    """The object of a server that answers with this text."""
-    message = {"role": "assistant", "content": text, **fields}
-    usage = usage or {"prompt_tokens": 20, "completion_tokens": 12}
-    return {"model": "fake-1", "choices": [{"message": message, "finish_reason": ended}], "usage": usage}
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-@pytest.fixture
-def answer_with():
-    """answer_with(body -> text) -> a reply of a server."""
-    return lambda text: lambda server, connection, body: answered(text(body))

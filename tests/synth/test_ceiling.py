@@ -28,7 +28,6 @@ from unfreeze.teach.ledger import NAME, Booked, Ledger
 URL = "https://api.example.com/v1"
 MOST = 40  # max_tokens of the recipe
 PRICE = Price(3.0, 11.0)
-RUNS = 1000
 SESSIONS = 8  # of one plan, at most: each ends with the plan, at the ceiling, or in a kill
 
 
@@ -40,6 +39,7 @@ class Kill(BaseException):
 class Bank:
     """The server of one plan, and its bill.
 
+    fine      weight of an answer among what may happen
     charged   (read, written) tokens so far
     short     bookings on disk that did not cover the bill at a moment when a request arrived
     """
@@ -48,6 +48,7 @@ class Bank:
     draw: random.Random
     honest: bool = False
     calm: bool = False
+    fine: int = 70
     charged: list[int] = field(default_factory=lambda: [0, 0])
     arrived: list[str] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
@@ -58,7 +59,7 @@ class Bank:
         return PRICE.of(*self.charged)
 
     def __call__(self, request: httpx2.Request) -> httpx2.Response:
-        fate = "fine" if self.calm else self.draw.choices(FATES, WEIGHTS)[0]
+        fate = "fine" if self.calm else self.draw.choices(FATES, (self.fine, *WEIGHTS))[0]
         if fate == "no connection":
             raise httpx2.ConnectError("refused", request=request)
         if fate == "killed before it is sent":
@@ -67,8 +68,8 @@ class Bank:
         key = request.headers["Idempotency-Key"]
         self.arrived.append(key)
         text = "word " * self.draw.randrange(1, 30)
-        read = len(request.content) // 4
-        written = self.draw.randrange(8, body["max_tokens"] + 1)
+        read = len(body["messages"][0]["content"]) + self.draw.randrange(65)  # a token a byte, and a template
+        written = self.draw.choice([body["max_tokens"], self.draw.randrange(8, body["max_tokens"] + 1)])
         if fate != "429":
             self.charged[0] += read
             self.charged[1] += written
@@ -106,8 +107,17 @@ class Bank:
             self.short.append(f"{when}: ${spent:.6f} booked, ${self.bill:.6f} charged")
 
 
-FATES = ("fine", "no connection", "killed before it is sent", "killed while it waits", "late", "half", "429", "500")
-WEIGHTS = (70, 4, 3, 4, 4, 4, 4, 7)
+FATES = (
+    "fine",
+    "no connection",
+    "killed before it is sent",
+    "killed while it waits",
+    "late",
+    "half",
+    "429",
+    "500",
+)
+WEIGHTS = (4, 3, 4, 4, 4, 4, 7)  # beside fine
 
 
 @pytest.fixture
@@ -118,7 +128,7 @@ def fuzz(tmp_path, waits):
 
     def one(number: int, **options: Any) -> tuple[Bank, float, Booked, dict[str, Any]]:
         draw = random.Random(number)
-        folder = tmp_path / str(number)
+        folder = tmp_path / f"{number}-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         trusted = options.pop("trust", draw.random() < 0.2)
         seeds, recipe = folder / "seeds.jsonl", folder / "recipe.toml"
@@ -126,7 +136,7 @@ def fuzz(tmp_path, waits):
         seeds.write_text("\n".join(rows) + "\n", encoding="utf-8")
         recipe.write_text(
             f'prompt = "{{q}}?"\nmax_tokens = {MOST}\nat_once = 2\nretries = 2\n'
-            f"trust_usage = {str(trusted).lower()}\nread_beside = 64\n",
+            f"trust_usage = {str(trusted).lower()}\nread_beside = 64\n[check]\nnear = 1\n",
             encoding="utf-8",
         )
         money = {"endpoint": URL, "price_read": PRICE.read, "price_written": PRICE.written}
@@ -135,7 +145,8 @@ def fuzz(tmp_path, waits):
         ceiling = free.worst_usd * draw.choice([1.0, 1.0, 1.1, 1.5])
         made, plan = make_plan(seeds, str(recipe), {**money, "budget_usd": ceiling}, str(plan), silent)
         write_plan(made, plan)
-        bank = Bank(plan, draw, **{"honest": trusted, **options})
+        fine = draw.choice([70, 70, 15])  # or a storm
+        bank = Bank(plan, draw, **{"honest": trusted, "fine": fine, **options})
         inner._transport = httpx2.MockTransport(bank)
         known: dict[str, Any] = {}
         for _ in range(SESSIONS):
@@ -162,9 +173,10 @@ def fuzz(tmp_path, waits):
     return one
 
 
-def test_a_thousand_plans_book_at_least_the_bill_and_at_most_the_ceiling(fuzz):
+@pytest.mark.parametrize("runs", [250, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_random_plans_book_at_least_the_bill_and_at_most_the_ceiling(fuzz, runs):
     whole = stopped = refused = 0
-    for number in range(RUNS):
+    for number in range(runs):
         bank, ceiling, booked, known = fuzz(number)
         assert not bank.short, f"plan {number}: {bank.short[0]}"
         assert bank.bill <= booked.spent <= ceiling, f"plan {number}"
@@ -174,7 +186,7 @@ def test_a_thousand_plans_book_at_least_the_bill_and_at_most_the_ceiling(fuzz):
         refused += sum(bool(answer.about.get("usage_fault")) for answer in known.values())
         whole += len(known) > 0 and len(rows) > 0
         stopped += len(bank.arrived) > 0
-    assert whole > 0.9 * RUNS and stopped == RUNS and refused > RUNS / 2
+    assert whole > 0.9 * runs and stopped > 0.9 * runs and refused > runs / 2
 
 
 def test_a_plan_without_trouble_fits_into_its_price_and_asks_nothing_twice(fuzz):
@@ -213,11 +225,11 @@ def test_control_arm_booking_after_the_answer(fuzz, monkeypatch):
             self.ledger = ledger
 
     monkeypatch.setattr(run_module.Sender, "__call__", late)
-    assert some(fuzz)[0] > 30
+    assert some(fuzz)[0] > 10
 
 
 def test_control_arm_a_usage_that_lies_is_trusted(fuzz):
-    assert some(fuzz, trust=True, honest=False)[0] > 10
+    assert some(fuzz, trust=True, honest=False)[0] > 3
     assert some(fuzz, runs=20, trust=True)[0] == 0  # an honest one may be
 
 
@@ -232,7 +244,7 @@ def test_control_arm_a_failed_attempt_is_not_counted(fuzz, monkeypatch):
             raise
 
     monkeypatch.setattr(run_module.Sender, "__call__", forgiving)
-    assert some(fuzz, runs=200)[0] > 0
+    assert some(fuzz, runs=100)[0] > 0
 
 
 def test_control_arm_without_a_ceiling(fuzz, monkeypatch):

@@ -44,7 +44,11 @@ NO = "server refused"
 
 @dataclass
 class Sender:
-    """Books, sends and checks one request. going: True once the server has answered one."""
+    """Books, sends and checks one request.
+
+    going    True once the server has answered one
+    stopped  why none is sent any more: the other workers know it before it is said
+    """
 
     client: Client
     recipe: Recipe
@@ -52,9 +56,12 @@ class Sender:
     plan: str
     count: Count | None = None
     going: bool = False
+    stopped: UserError | None = None
 
     def __call__(self, request: Request) -> Answer:
         """Return the answer. Raises EndpointError, and ConfigError at the ceiling."""
+        if self.stopped:
+            raise self.stopped
         most = (request.read, request.written)
         try:
             raw = self.client.post(
@@ -64,13 +71,20 @@ class Sender:
                 release=lambda: self.ledger.settle(request.key, most, (0, 0)),
                 key=f"{self.plan}-{request.key}",
             )
-        except EndpointError as error:
+        except UserError as error:
+            if of_all(error):
+                self.stopped = error
+            if not isinstance(error, EndpointError):
+                raise
             if self.going and error.status in OF_ONE:
                 return Answer("", NO, about={"error": error.message[:WORDS], "time": now()})
             raise
         answer = answer_of(raw, f"{self.client.url}/chat/completions")
         self.going = True
-        return looked_at(request, answer, self.count, self.ledger if self.recipe.trust_usage else None)
+        answer = looked_at(request, answer, self.count, self.ledger if self.recipe.trust_usage else None)
+        if answer.about.get("over"):
+            self.stopped = over_booked(answer.about["usage_fault"])
+        return answer
 
 
 def looked_at(request: Request, answer: Answer, count: Count | None, ledger: Ledger | None) -> Answer:

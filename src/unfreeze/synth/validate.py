@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -91,22 +92,24 @@ def repeated(texts: Sequence[str], near: float) -> dict[int, int]:
     near: least Jaccard similarity; 1: only equal texts.
     """
     exact, repeats, stayed = Exact(), dict[int, int](), list[int]()
-    with TemporaryDirectory(prefix="unfreeze-synth-") as folder:
-        index = Near(Duplicates(threshold=near), Path(folder)) if near < 1 else None
+    with ExitStack() as ends:
+        index = None
+        if near < 1:
+            folder = ends.enter_context(TemporaryDirectory(prefix="unfreeze-synth-"))
+            index = Near(Duplicates(threshold=near), Path(folder))
+            ends.callback(index.close)
         for place, text in enumerate(texts):
             if (before := exact.before(text)) is not None:
                 repeats[place] = before
                 continue
-            signature = index.signature(Document(text)) if index else None
-            if index and signature and (similar := index.similar(signature)):
-                repeats[place] = stayed[similar[0]]
-                continue
+            if index:
+                signature = index.signature(Document(text))
+                if similar := index.similar(signature):
+                    repeats[place] = stayed[similar[0]]
+                    continue
+                index.add(signature)
             exact.add(text, place)
             stayed.append(place)
-            if index and signature:
-                index.add(signature)
-        if index:
-            index.close()
     return repeats
 
 
