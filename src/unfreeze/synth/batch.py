@@ -3,8 +3,8 @@
     request   {"custom_id": key, "method": "POST", "url": "/v1/chat/completions", "body": {…}}
     result    {"custom_id": key, "response": {"status_code": 200, "body": {…}}, "error": null}
 
-These are OpenAI's forms, which others take too. A file has at most 50,000 requests and 500 MB, both
-fields of the recipe. All requests are booked before the first file is there: from then on anyone may submit it.
+These are OpenAI's forms, which others take too. A file has at most 50,000 requests and 500 MB, both fields of
+the recipe. All requests are booked before the first file is there: from then on anyone may submit it.
 PLAN/batches.jsonl names the requests that wait for a result; they are not sent a second time, unless with
 --again, which books them again.
 """
