@@ -20,6 +20,7 @@ from torch import Tensor
 from unfreeze.checkpoint.keymap import StackRule, tensor_sources
 from unfreeze.checkpoint.manifest import INDEX
 from unfreeze.checkpoint.tensors import NAME
+from unfreeze.core.atomic import sync_folder, write_file
 from unfreeze.core.errors import FULL, CheckpointError
 from unfreeze.core.units import format_bytes
 from unfreeze.quant.codec import Texted, kept_suffixes
@@ -244,26 +245,3 @@ def _raw(tensor: Tensor) -> memoryview | bytes:
     """The tensor's bytes, without a copy if it is contiguous on the CPU."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
-
-
-def write_file(path: Path, content: bytes | str) -> None:
-    """Write one small file (text as UTF-8) atomically; an existing one is replaced."""
-    temporary = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power cut (or, given a file, its content)."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

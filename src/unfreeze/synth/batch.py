@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from unfreeze.checkpoint.save import sync_folder
+from unfreeze.core.atomic import sync_folder
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.core.whole_lines import appending, whole_lines
 from unfreeze.synth.prompts import Request
