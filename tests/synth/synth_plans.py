@@ -26,3 +26,15 @@ def answered(text, usage=None, ended="stop", **fields):
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def yoda(server, connection, body):
+    """The reply of a server that does what RECIPE asks."""
+    text = body["messages"][-1]["content"].removeprefix("Say it as Yoda: ")
+    return answered(f"{text.split(' weighs ')[1][:-1]}, {text.split(' weighs ')[0]} weighs. Hmm.")
+
+
+def batch_result(key, body=None, status=200, error=None):
+    """A line of a batch's results."""
+    response = None if error else {"status_code": status, "body": body or answered(f"An answer to {key}.")}
+    return json.dumps({"id": "batch_req_1", "custom_id": key, "response": response, "error": error})

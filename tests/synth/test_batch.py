@@ -6,8 +6,8 @@ import json
 
 import pytest
 from synth_plans import PRICES, RECIPE, SEEDS, answered, lines
+from synth_plans import batch_result as result
 
-from unfreeze import cli
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.synth import batch
 from unfreeze.synth.batch import read_results, refuse_waiting, write_batches
@@ -38,11 +38,6 @@ def opened(files, tmp_path):
     yield start
     for at in open_ones:
         at.close()
-
-
-def result(key, body=None, status=200, error=None):
-    response = None if error else {"status_code": status, "body": body or answered(f"An answer to {key}.")}
-    return json.dumps({"id": "batch_req_1", "custom_id": key, "response": response, "error": error})
 
 
 def test_files_have_openai_s_form_and_every_request_once(opened, tmp_path):
@@ -141,20 +136,3 @@ def test_control_arm_files_before_they_are_booked(opened, tmp_path, monkeypatch)
     at.ledger.read = at.ledger.written = 0
     write_batches(at, late, again=True)
     assert seen[-1] == 0
-
-
-def test_the_commands_write_files_and_read_results(files, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows, recipe = files()
-    plan = ["synth", "plan", str(rows), "--recipe", str(recipe), "--endpoint", URL, "--out", "p"]
-    assert cli.main([*plan, "--price-read", "1", "--price-written", "2", "--budget-usd", "1"]) == 0
-    assert cli.main(["synth", "run", "p", "--batch", "out", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said["files"] == ["out/batch-0001.jsonl"] and not said["finished"]
-    assert cli.main(["synth", "run", "p"]) == 2
-    assert "12 requests wait in" in capsys.readouterr().err
-    keys = [line["custom_id"] for line in lines(tmp_path / "out" / "batch-0001.jsonl")]
-    (tmp_path / "results.jsonl").write_text("".join(result(key) + "\n" for key in keys))
-    assert cli.main(["synth", "run", "p", "--batch-results", "results.jsonl", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said["rows"] == 12 and said["results"]["answers"] == 12 and said["finished"]

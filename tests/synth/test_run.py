@@ -11,19 +11,13 @@ import time
 
 import pytest
 from servers import say
-from synth_plans import PRICES, RECIPE, SEEDS, answered, lines
+from synth_plans import PRICES, RECIPE, SEEDS, answered, lines, yoda
 
-from unfreeze import cli
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.rows.files import read_rows
 from unfreeze.synth.plan import make_plan, write_plan
 from unfreeze.synth.run import connect, only_here, open_plan
 from unfreeze.teach.address import EndpointError
-
-
-def yoda(server, connection, body):
-    text = body["messages"][-1]["content"].removeprefix("Say it as Yoda: ")
-    return answered(f"{text.split(' weighs ')[1][:-1]}, {text.split(' weighs ')[0]} weighs. Hmm.")
 
 
 @pytest.fixture
@@ -411,26 +405,3 @@ def test_a_named_tokenizer_counts_closer_than_bytes_and_never_too_few(planned):
         (planned("http://127.0.0.1:1/v1", f'{RECIPE}tokenizer = "{TINY_K2}"\n') / "plan.json").read_text()
     )
     assert by_tokens["read"] < by_bytes["read"]
-
-
-def test_the_commands_say_price_first_and_then_rows(serving, files, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    server = serving(yoda)
-    rows, recipe = files()
-    base = ["synth", "plan", str(rows), "--recipe", str(recipe), "--endpoint", server.url]
-    base += ["--price-read", "1", "--price-written", "2"]
-    assert cli.main(base) == 2
-    refused = capsys.readouterr().err
-    assert "the budget is $0.0000" in refused and "next: --budget-usd" in refused
-    assert not list(tmp_path.glob("*.plan")) and not server.asked
-    assert cli.main([*base, "--budget-usd", "1", "--json"]) == 0
-    out, err = capsys.readouterr()
-    plan = json.loads(out.splitlines()[-1])
-    assert "12 seeds, 12 requests" in err and "at most $" in err and not server.asked
-    assert cli.main(["synth", "run", plan["plan"], "--json"]) == 0
-    out, err = capsys.readouterr()
-    result = json.loads(out.splitlines()[-1])
-    assert result["rows"] == 12 and result["finished"] and result["booked_usd"] <= plan["worst_usd"]
-    assert "12 of 12 requests answered" in err
-    assert cli.main(["synth", "runn"]) == 2
-    assert "nearest: 'run'" in capsys.readouterr().err

@@ -42,11 +42,13 @@ class Ceiling(ABC):
     """At most `usd` for all calls; 0 refuses every call that has a price.
 
     flag: how the fields of the server are written on the command line
+    more: what to do at the ceiling
     """
 
     usd: float
     price: Price
     flag = "--endpoint."
+    more = "a larger --endpoint.budget-usd; the same command continues from here"
 
     @property
     @abstractmethod
@@ -85,7 +87,7 @@ class Ceiling(ABC):
         return ConfigError(
             f"${self.spent:,.4f} of the budget of ${self.usd:,.4f} is spent; the next call may cost"
             f" ${cost:,.4f}",
-            next=f"a larger {self.flag}budget-usd; the same command continues from here",
+            next=self.more,
         )
 
 

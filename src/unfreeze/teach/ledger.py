@@ -38,6 +38,7 @@ class Booked(Ceiling):
     """
 
     flag = "--"
+    more = "plan again with a larger --budget-usd and the same --out: answers that are there are kept"
 
     def __init__(self, folder: Path, usd: float, price: Price):
         self.path, self.usd, self.price = folder / NAME, usd, price
