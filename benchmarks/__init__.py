@@ -22,6 +22,7 @@ BENCHMARKS = {
     "load": "opening a checkpoint, beside a raw read of its files",
     "start": "seconds from Enter to the first training step, the first time and after it",
     "data": "rows a second from data files to tokens, beside datasets.map with transformers' template",
+    "store": "random reads of the token store, beside what a training step needs",
     "decode": "generation from the INT4 checkpoint, beside transformers' generate",
     "mixed": "answers of mixed lengths, as rollouts have them, beside transformers' generate",
     "growth": "time and memory per token from 4 k to 64 k tokens per step, beside what the plan states",

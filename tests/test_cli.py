@@ -1,6 +1,7 @@
 """The command line as scripts see it: exit codes, one line per error, no torch for --help."""
 
 import ast
+import importlib
 import io
 import json
 import subprocess
@@ -29,9 +30,12 @@ ROOT = Path(__file__).resolve().parents[1]
 def forgotten(files: dict[str, str], tests: set[str]) -> list[str]:
     """What the command files (name -> source) lack in cli.py and tests/commands.
 
-    Each with how to mend it. A file without `main` is a part of another command.
+    Each with how to mend it. A file without `main` is a part of another command; one in a command's PARTS is a
+    subcommand of it.
     """
-    named = {command.module.rpartition(".")[2] for command in cli.COMMANDS.values()}
+    modules = [command.module for command in cli.COMMANDS.values()]
+    of_parts = [list(getattr(importlib.import_module(name), "PARTS", {}).values()) for name in modules]
+    named = {name.rpartition(".")[2] for name in (*modules, *(part.__name__ for p in of_parts for part in p))}
     mains = [
         name
         for name, source in files.items()

@@ -228,6 +228,24 @@ def test_a_function_that_fails_in_a_fresh_process_is_said(tmp_path):
         fresh.call("benchmarks.harness.encoding:encode", given, tmp_path)
 
 
+def test_the_store_is_read_in_a_process_of_its_own(tmp_path):
+    encoding.write_rows(tmp_path / "rows.jsonl", 300)
+    given = {"file": str(tmp_path / "rows.jsonl"), "model": str(shapes.TINY_K2), "length": 4096}
+    found = fresh.call(
+        "benchmarks.harness.stored:read", given | {"tokens": 4096, "reads": 3}, tmp_path / "cache"
+    )
+    assert found["documents"] == 300 and 0 < found["warm_seconds"] <= found["warm_slowest"]
+    assert (tmp_path / "cache" / "unfreeze" / "encoded").is_dir()  # it was a store that was read
+
+
+@pytest.mark.nightly
+def test_reads_of_the_store_beside_a_step(measure):
+    (row,) = measure("store", tokens=512, rows=200, reads=3)
+    times, results = row.results["times"], row.results
+    assert times["cold"] == results["step_seconds"] / results["cold_seconds"] and times["warm"] > 0
+    assert results["documents"] == 200 and results["tokens"] > 20_000
+
+
 def test_rows_are_the_same_every_time(tmp_path):
     for name in ("one", "two"):
         encoding.write_rows(tmp_path / name, 20)

@@ -134,8 +134,9 @@ def hints() -> list[str]:
     return sorted({part for hint in both for part in hint} | set(synonyms.VALUES.values()))
 
 
-def config_of(command):
+def config_of(command, part=""):
     module = importlib.import_module(cli.COMMANDS[command].module)
+    module = getattr(module, "PARTS", {}).get(part, module)
     return module.Listed if command == "kernels" else module.Config
 
 
@@ -159,7 +160,8 @@ def test_each_command_named_is_one_that_parses(words):
     if arguments[0].startswith("--") and "--model" not in arguments and command == "sft":
         arguments += ["--model", "MODEL", "--data", "FILE"]
     positional = not arguments[0].startswith("--")
-    parse(config_of(command), arguments, command=command, description="", positional=positional)
+    config = config_of(command, arguments[0])
+    parse(config, arguments, command=command, description="", positional=positional)
 
 
 def test_control_arm_a_command_with_a_flag_that_is_not_there_is_seen():

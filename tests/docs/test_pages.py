@@ -132,6 +132,8 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             by_path(CONFIGS[words[0]], {pair.partition("=")[0]: "0"}, "--sweep")
         words = words[:at]
     module = importlib.import_module(cli.COMMANDS[words[0]].module)
+    while hasattr(module, "PARTS"):  # of a command with subcommands
+        module, words = module.PARTS[words[1]], words[1:]
     parse = module.parse
 
     def stop(*arguments: object, **keywords: object) -> None:
@@ -140,7 +142,7 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "parse", stop)
     with pytest.raises(Parsed):
-        cli.COMMANDS[words[0]] and module.main(words[1:], cli.Common(quiet=True))
+        module.main(words[1:], cli.Common(quiet=True))
     monkeypatch.undo()
 
 

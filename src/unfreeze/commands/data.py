@@ -12,7 +12,8 @@ from unfreeze.commands import data_clean, data_show
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, nearest
 
-MAINS = {"show": data_show.main, "clean": data_clean.main}
+PARTS = {"show": data_show, "clean": data_clean}
+"""Subcommand -> its module."""
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -21,10 +22,10 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     if name in ("-h", "--help", "--help-all"):
         print(__doc__ or "", end="")
         raise SystemExit(0)
-    if name not in MAINS:
-        got = f"{name!r}{nearest(name, MAINS)}" if name else "nothing"
+    if name not in PARTS:
+        got = f"{name!r}{nearest(name, PARTS)}" if name else "nothing"
         raise ConfigError(
             f"data takes the subcommand show or clean, got {got}",
             next="unfreeze data show FILE.jsonl --model MODEL, or unfreeze data clean IN OUT_DIR",
         )
-    return MAINS[name](rest, common)
+    return PARTS[name].main(rest, common)

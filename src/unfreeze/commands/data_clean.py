@@ -21,6 +21,7 @@ from tyro.conf import Positional, arg
 from unfreeze.config.parse import Files, Folder, Frozen, from_file, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.field import about
 from unfreeze.core.units import format_bytes
 from unfreeze.tracking.console import PipeConsole
 from unfreeze.tracking.live import EncodeProgress
@@ -40,9 +41,12 @@ class Config(Frozen):
     text: str = Field(
         default="",
         description="column with the text; default: text or content, or the turns of a conversation",
+        json_schema_extra=about("Options", name="data.text", alias="text"),
     )
     on_bad_row: Literal["", "error", "skip"] = Field(
-        default="", description="bad rows: stop at the first, or drop and count them; default: the recipe's"
+        default="",
+        description="bad rows: stop at the first, or drop and count them; default: the recipe's",
+        json_schema_extra=about("Options", name="data.on_bad_row", was="on_bad_row"),
     )
 
 
@@ -53,7 +57,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     config = parse(Config, arguments, command="data clean", description=__doc__ or "", positional=True)
     if len(config.paths) < 2:
         raise ConfigError(
-            "unfreeze data clean needs IN and OUT_DIR", next=f"unfreeze data clean {config.paths[0]} cleaned"
+            "unfreeze data clean needs IN and OUT_DIR",
+            next="unfreeze data clean IN… OUT_DIR, such as unfreeze data clean in/ out/",
         )
     *written, out = config.paths
     recipe = recipe_of(config)
@@ -75,23 +80,18 @@ def recipe_of(config: Config) -> Any:
     example = "a recipe has tables such as [length] min_words = 20"
     recipe = from_file(Recipe, Path(config.recipe), example) if config.recipe else Recipe()
     flags = {"text": config.text, "on_bad_row": config.on_bad_row}
+    data = recipe.data.model_copy(update={name: value for name, value in flags.items() if value})
     contamination = recipe.contamination
     if config.against:
         contamination = contamination.model_copy(update={"against": config.against, "enabled": True})
-    given = {name: value for name, value in flags.items() if value}
-    return recipe.model_copy(update={**given, "contamination": contamination})
+    return recipe.model_copy(update={"data": data, "contamination": contamination})
 
 
 def show(ledger: Mapping[str, Any], out: str, console: PipeConsole) -> None:
     """Print the ledger as a table."""
     table = Table(box=None, pad_edge=False)
-    for column, justify in (
-        ("", "left"),
-        ("documents", "right"),
-        ("bytes", "right"),
-        ("for example", "left"),
-    ):
-        table.add_column(column, justify=justify)
+    for column in ("", "documents", "bytes", "for example"):
+        table.add_column(column, justify="right" if column in ("documents", "bytes") else "left")
     table.add_row("in", *_numbers(ledger["in"]), "")
     for reason, entry in ledger["dropped"].items():
         table.add_row(f"- {reason}", *_numbers(entry), entry["examples"][0]["why"][:60])

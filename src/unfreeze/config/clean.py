@@ -11,6 +11,18 @@ from pydantic import Field, model_validator
 from unfreeze.config.parse import Files, Frozen
 
 
+class Data(Frozen):
+    """What is read."""
+
+    text: str = Field(
+        default="",
+        description="column with the text; default: text or content, or the turns of a conversation",
+    )
+    on_bad_row: Literal["error", "skip"] = Field(
+        default="error", description="bad rows: stop at the first, or drop and count them"
+    )
+
+
 class Language(Frozen):
     """Languages to keep."""
 
@@ -128,13 +140,7 @@ class Output(Frozen):
 class Recipe(Frozen):
     """All fields of a recipe. Without a file, every default."""
 
-    text: str = Field(
-        default="",
-        description="column with the text; default: text or content, or the turns of a conversation",
-    )
-    on_bad_row: Literal["error", "skip"] = Field(
-        default="error", description="bad rows: stop at the first, or drop and count them"
-    )
+    data: Data = Data()
     language: Language = Language()
     length: Length = Length()
     repetition: Repetition = Repetition()

@@ -1,9 +1,10 @@
-"""L3, data: from files to packed batches in four folders.
+"""L3, data: from files to packed batches in four folders, and a fifth that cleans files.
 
 rows/      a file's row -> Row            a Conversation or a Text, checked field by field
 tokens/    Row -> Examples                template -> text with trained spans marked -> tokens and weights
 store/     Examples of all rows           encoded once, kept on disk, read in any order
 packing/   Examples -> Source of steps    the order of an epoch, packing, the one shift of labels
+clean/     files -> cleaned files         before any of this: filters, duplicates, a ledger
 
 Before training, encode_files (store/dataset.py) reads all rows once on all cores: it counts them, checks them
 and collects statistics. encoded_files (store/encoded.py) caches the result on disk for other processes and

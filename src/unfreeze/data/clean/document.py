@@ -13,8 +13,10 @@ from zlib import crc32
 
 import numpy as np
 
-_SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
-_SPACELESS += "\uf900-\ufaff\U00020000-\U0003ffff"
+_SPACELESS = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
+    "\uf900-\ufaff\U00020000-\U0003ffff"
+)
 _UNIT = re.compile(rf"[{_SPACELESS}]|[^\W_{_SPACELESS}]+(?:['’][^\W_{_SPACELESS}]+)*")
 
 SCRIPTS: tuple[tuple[int, int, str], ...] = (

@@ -14,7 +14,7 @@ EMAIL = re.compile(
 )
 IP = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\d)")
 IDENTITY = re.compile(r"(?<!\d)\d{17}[\dXx](?![\dXx])")
-CARD = re.compile(r"(?<![\d-])\d(?:[ -]?\d){12,18}(?![\d-])")
+CARD = re.compile(r"(?<![\d-])[2-6](?:[ -]?\d){12,18}(?![\d-])")
 PHONE = re.compile(
     r"(?<![\d+-])(?:\+\d{1,3}[ -]?\(?\d{1,4}\)?(?:[ -]?\d{2,4}){2,4}|(?:86[ -]?)?1[3-9]\d[ -]?\d{4}[ -]?\d{4}"
     r"|\(?\d{3}\)?[ -]\d{3}-\d{4})(?![\d-])"
@@ -50,8 +50,8 @@ def _always(match: str) -> bool:
 KINDS: dict[str, tuple[re.Pattern[str], Callable[[str], bool], str]] = {
     "email": (EMAIL, _always, "<EMAIL>"),
     "identity": (IDENTITY, is_identity, "<ID_NUMBER>"),
-    "card": (CARD, is_card, "<CARD_NUMBER>"),
     "phone": (PHONE, _always, "<PHONE>"),
+    "card": (CARD, is_card, "<CARD_NUMBER>"),
     "ip": (IP, is_public, "<IP_ADDRESS>"),
 }
 """Kind -> (pattern, check of a match, what replaces it), in the order in which they are replaced."""

@@ -44,7 +44,9 @@ class QualityFilter:
         asked, lines = self.recipe, document.lines
         count = max(1, len(lines))
         yield "bullets", sum(line.startswith(BULLETS) for line in lines) / count, OVER, asked.max_bullet_lines
-        ellipses = sum(line.endswith(ELLIPSES) for line in lines) / count
+        # a sentence of Chinese prose may end in ……; a snippet that was cut ends in one … or three dots
+        cut = [line for line in lines if not (document.by_characters and line.endswith("……"))]
+        ellipses = sum(line.endswith(ELLIPSES) for line in cut) / count
         yield "ellipses", ellipses, OVER, asked.max_ellipsis_lines
         ended = sum(line.endswith(ENDS) for line in lines) / count
         yield "punctuation", ended, UNDER, asked.min_ended_lines

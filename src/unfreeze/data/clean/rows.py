@@ -21,8 +21,10 @@ Fields = dict[str, Any]
 
 ALONE = ("text", "content")
 """A column of this name is the document."""
-TURNS = ("system", "messages", "conversations", "prompt", "instruction", "input", "question")
-TURNS += ("completion", "output", "answer", "chosen", "rejected")
+TURNS = (
+    *("system", "messages", "conversations", "prompt", "instruction", "input", "question"),
+    *("completion", "output", "answer", "chosen", "rejected"),
+)
 """Else the texts in these columns are, in this order."""
 INSIDE = ("content", "value", "text")
 """Keys of a turn, or of a part of one, that hold text."""
@@ -59,7 +61,8 @@ def items(path: Path) -> Iterator[Item]:
                     f" {format_bytes(lines.MAX_ROW_BYTES)}; is a line break missing?"
                 )
             if isinstance(raw, tuple):
-                raise DataError(raw[0], next=raw[1])
+                message, remedy = cast("tuple[str, str]", raw)
+                raise DataError(message, next=remedy)
             if is_lines:
                 is_text = isinstance(file, TextFile)
                 fields = {"text": decode(raw, place.row).strip()} if is_text else json_object(raw, place.row)

@@ -163,11 +163,13 @@ class Cleaner:
         fields, wrong = item.fields, item.wrong
         if not wrong:
             try:
-                fields = changed(fields, self.recipe.text, item.place.row, self._change(counts, texts))
+                fields = changed(fields, self.recipe.data.text, item.place.row, self._change(counts, texts))
             except DataError as error:
                 wrong, item = error.message, item._replace(next=error.next)
-        if wrong and self.recipe.on_bad_row == "error":
-            raise DataError(f"{name}, {wrong}", next=item.next or "correct the row, or --on-bad-row skip")
+        if wrong and self.recipe.data.on_bad_row == "error":
+            raise DataError(
+                f"{name}, {wrong}", next=item.next or "correct the row, or --data.on-bad-row skip"
+            )
         document = Document("\n".join(texts))
         decision = self._journal.next()
         if decision is None:

@@ -62,6 +62,14 @@ FORMS: dict[str, tuple[Open, Parse]] = {
     ".arrow": (Arrow, parse_cells),
     ".feather": (Arrow, parse_cells),
 }
+WHOLE: dict[str, type[Csv] | type[Parquet] | type[Arrow]] = {
+    ".csv": Csv,
+    ".tsv": Csv,
+    ".parquet": Parquet,
+    ".arrow": Arrow,
+    ".feather": Arrow,
+}
+"""Tables, of which some or all columns are read."""
 TABLES = (".parquet", ".arrow", ".feather")
 """Formats that hold their own compression, and rows without bytes of their own."""
 UNPACK = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
@@ -101,10 +109,8 @@ def reader(path: str | Path, columns: Sequence[str] = ()) -> Reader:
 def whole_reader(path: Path) -> Reader:
     """Return a reader like `reader`, which reads every column of a table, known or not."""
     _refuse_file(path)
-    opened = FORMS[ending(path)][0]
-    if opened is Csv or opened is Parquet or opened is Arrow:
-        return opened(path, {}, whole=True)
-    return opened(path, {})
+    table = WHOLE.get(ending(path))
+    return table(path, {}, whole=True) if table else FORMS[ending(path)][0](path, {})
 
 
 def _refuse_file(path: Path) -> None:

@@ -17,7 +17,7 @@ from unfreeze.core.errors import DataError
 from unfreeze.core.units import format_bytes
 from unfreeze.data.rows.columns import renamed
 from unfreeze.data.rows.fields import json_type, refuse_constant
-from unfreeze.data.rows.packed import BROKEN, open_bytes
+from unfreeze.data.rows.packed import BROKEN, PACKINGS, open_bytes
 from unfreeze.data.rows.row import Build, RowPlace, Text
 from unfreeze.data.rows.shapes import row_from_dict
 from unfreeze.untrusted.json_object import is_object
@@ -171,7 +171,7 @@ def open_lines(path: Path) -> Generator[IO[bytes]]:
             yield file
         except BROKEN as error:
             raise DataError(
-                f"{path.name} cannot be decompressed as {path.suffix.lower().lstrip('.')}: {error}",
+                f"{path.name} cannot be decompressed as {PACKINGS[path.suffix.lower()]}: {error}",
                 next="download or write the file again",
             ) from None
 

@@ -10,7 +10,8 @@ from typing import IO, Any, cast
 
 from unfreeze.core.errors import DataError
 
-PACKINGS = (".gz", ".zst")
+PACKINGS = {".gz": "gzip", ".zst": "zstd"}
+"""Last extension -> the format's name."""
 CHUNK = 1024
 """Compressed bytes read at a time: a zstd block has at least 4 bytes and at most 128 KiB of content, so this
 is at most 32 MiB in memory, whatever the file holds."""
