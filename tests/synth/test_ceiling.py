@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ class Bank:
     honest: bool = False
     calm: bool = False
     fine: int = 70
+    kills: bool = True
+    one: Any = field(default_factory=threading.Lock)
     charged: list[int] = field(default_factory=lambda: [0, 0])
     arrived: list[str] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
@@ -59,7 +62,12 @@ class Bank:
         return PRICE.of(*self.charged)
 
     def __call__(self, request: httpx2.Request) -> httpx2.Response:
+        with self.one:
+            return self.answer(request)
+
+    def answer(self, request: httpx2.Request) -> httpx2.Response:
         fate = "fine" if self.calm else self.draw.choices(FATES, (self.fine, *WEIGHTS))[0]
+        fate = fate if self.kills else fate.replace("killed", "late")
         if fate == "no connection":
             raise httpx2.ConnectError("refused", request=request)
         if fate == "killed before it is sent":
@@ -76,7 +84,7 @@ class Bank:
         self.look(f"at {key}")
         if fate == "killed while it waits":
             raise Kill
-        if fate == "late":
+        if fate.startswith("late"):
             raise httpx2.ReadTimeout("no answer", request=request)
         if fate == "half":
             return httpx2.Response(200, content=b'{"choices": [', request=request)
@@ -146,11 +154,12 @@ def fuzz(tmp_path, waits):
         made, plan = make_plan(seeds, str(recipe), {**money, "budget_usd": ceiling}, str(plan), silent)
         write_plan(made, plan)
         fine = draw.choice([70, 70, 15])  # or a storm
+        inline: Any = {} if options.pop("threads", False) else {"start": lambda work: work()}
         bank = Bank(plan, draw, **{"honest": trusted, "fine": fine, **options})
         inner._transport = httpx2.MockTransport(bank)
         known: dict[str, Any] = {}
         for _ in range(SESSIONS):
-            at = open_plan(plan, silent, lambda plan, recipe: client, start=lambda work: work())
+            at = open_plan(plan, silent, lambda plan, recipe: client, **inline)
             before = set(at.kept.known)
             fault: UserError | None = None
             sent = len(bank.arrived)
@@ -194,6 +203,13 @@ def test_a_plan_without_trouble_fits_into_its_price_and_asks_nothing_twice(fuzz)
         bank, ceiling, booked, known = fuzz(number, calm=True)
         assert len(bank.arrived) == len(known) == len(set(bank.arrived))
         assert booked.spent <= ceiling / 3 + 1e-12  # one attempt of three
+
+
+def test_threads_share_a_ledger(fuzz):
+    """Two workers at a time; a kill would take only one of them, so there is none."""
+    for number in range(40):
+        bank, ceiling, booked, _ = fuzz(5000 + number, threads=True, kills=False)
+        assert not bank.short and bank.bill <= booked.spent <= ceiling
 
 
 def some(fuzz, runs=60, **options):

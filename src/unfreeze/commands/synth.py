@@ -9,7 +9,7 @@ A plan whose worst case is above --budget-usd (0 by default) is refused. No requ
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +24,16 @@ from unfreeze.job.opening.device import say
 if TYPE_CHECKING:
     from unfreeze.synth.run import Open
 
-SUB = ("plan", "run")
+PLAN = """unfreeze synth plan SEEDS --recipe r.toml --endpoint URL: say the worst price; send nothing.
+
+A plan whose worst case is above --budget-usd, 0 by default, is refused. A server outside your network needs
+its prices. Planned again with the same --out, a folder keeps its answers.
+"""
+RUN = """unfreeze synth run PLAN: send what a plan asks and has no answer yet, and write the rows.
+
+Each attempt is booked at its worst price before it is sent, and none is sent above the plan's ceiling. The
+same command goes on after Ctrl-C, a kill or a failure.
+"""
 MOST_REASONS = 8  # lines on what was left out
 
 
@@ -32,7 +41,7 @@ class PlanConfig(Frozen):
     seeds: Annotated[Folder, Positional, arg(metavar="SEEDS")] = Field(
         description="data file, a seed a row, with the fields that the recipe names"
     )
-    recipe: Folder = Field(description="recipe, a TOML file; examples/synth has six")
+    recipe: Folder = Field(description="recipe, a TOML file; examples/synth has eight")
     endpoint: str = Field(default="", description="address of the server; empty: the recipe's")
     model: str = Field(default="", description="the model's name on the server; empty: the recipe's")
     budget_usd: float | None = Field(default=None, ge=0, description="the ceiling, USD; else the recipe's, 0")
@@ -56,23 +65,27 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
     plan -> plan, requests, read, written, worst_usd, budget_usd. run -> rows, left_out, booked_usd, …
     """
-    if arguments[:1] in (["-h"], ["--help"], ["--help-all"]):
-        print(__doc__)
-        arguments = ["plan", *arguments]
-    if not arguments or arguments[0] not in SUB:
-        other = f"{arguments[0]!r}{nearest(arguments[0], SUB)}" if arguments else "nothing"
+    name, *rest = arguments or [""]
+    if name in ("-h", "--help", "--help-all"):
+        with suppress(SystemExit):
+            _plan_config([name])
+        print()
+        _run_config([name])
+    if name not in ("plan", "run"):
+        other = f"{name!r}{nearest(name, ('plan', 'run'))}" if name else "nothing"
         raise ConfigError(
-            f"synth takes the subcommand plan or run, not {other}",
+            f"synth takes the subcommand plan or run, got {other}",
             next="unfreeze synth plan seeds.jsonl --recipe r.toml --endpoint URL",
         )
-    known: dict[str, Any] = {
-        "command": f"synth {arguments[0]}",
-        "description": __doc__ or "",
-        "positional": True,
-    }
-    if arguments[0] == "plan":
-        return plan(parse(PlanConfig, arguments[1:], **known), common)
-    return run(parse(RunConfig, arguments[1:], **known), common)
+    return plan(_plan_config(rest), common) if name == "plan" else run(_run_config(rest), common)
+
+
+def _plan_config(words: list[str]) -> PlanConfig:
+    return parse(PlanConfig, words, command="synth plan", description=PLAN, positional=True)
+
+
+def _run_config(words: list[str]) -> RunConfig:
+    return parse(RunConfig, words, command="synth run", description=RUN, positional=True)
 
 
 def plan(config: PlanConfig, common: Common) -> dict[str, Any]:

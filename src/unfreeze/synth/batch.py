@@ -94,7 +94,7 @@ def read_results(at: Open, path: Path) -> dict[str, int]:
             if isinstance(came, Answer):
                 ledger = at.ledger if at.recipe.trust_usage else None
                 came = looked_at(request, came, at.requests.count if at.recipe.tokenizer else None, ledger)
-                at.kept.keep(key, came)
+                at.kept.keep(key, came, sync=False)
             counts["answers" if isinstance(came, Answer) else "failed"] += 1
             done[key] = ""
     _record(at.folder, done)

@@ -126,8 +126,11 @@ class Kept(Generic[T]):
             return error
         return answer
 
-    def keep(self, key: str, answer: Answer) -> None:
-        """Write an answer that came; it was paid for, so it is on disk before anything else happens."""
+    def keep(self, key: str, answer: Answer, *, sync: bool = True) -> None:
+        """Write an answer that came; it was paid for, so it is on disk before anything else happens.
+
+        sync: False for one that is in another file, too
+        """
         with self._lock:
             if self._file.closed:
                 return
@@ -136,7 +139,8 @@ class Kept(Generic[T]):
             line |= {"about": answer.about} if answer.about else {}
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-            os.fsync(self._file.fileno())
+            if sync:
+                os.fsync(self._file.fileno())
             self._known[key] = answer
 
 
