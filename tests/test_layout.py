@@ -36,6 +36,7 @@ LAYER = {
     "serve": 7,
     "compress": 7,
     "job": 8,
+    "synth": 8,
     "recipes": 9,
     "commands": 10,
     "drill": 10,

@@ -93,6 +93,8 @@ REFUSED = {
     "report /nowhere": "/nowhere",
     "compare /nowhere /nowhere": "/nowhere",
     "export /nowhere": "/nowhere",
+    "synth plan /nowhere --recipe r.toml": "there is no recipe r.toml",
+    "synth run /nowhere": "/nowhere is no plan",
     "dev bisect /nowhere --against hf": "/nowhere does not exist",
     "dev bench nothing": "nothing",
     "nothing": "nothing",

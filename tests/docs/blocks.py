@@ -56,6 +56,7 @@ def lay_out(folder: Path, *, made: bool) -> None:
         "more.jsonl": talks[40:],
         "held_out.jsonl": talks[40:],
         "pairs.jsonl": pairs,
+        "seeds.jsonl": rows[:8],
         "prompts.jsonl": [{"prompt": row["question"]} for row in rows[:3]],
     }
     for name, lines in files.items():

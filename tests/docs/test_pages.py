@@ -18,8 +18,11 @@ from unfreeze.config.judge import read_judge
 from unfreeze.config.names import by_path
 from unfreeze.config.recipes import CONFIGS
 from unfreeze.core.errors import UserError
+from unfreeze.synth.recipe import read_recipe
 
 DOCS = ROOT / "docs"
+OTHER_FILES = {"judge.toml": read_judge, "yoda.toml": read_recipe}
+"""Files of the pages that are not of a run, and what reads them."""
 MOST_WORDS = 39_000  # of what one reads from the front to the back
 
 
@@ -152,9 +155,9 @@ def check(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         compile(block.text, block.title or "block", "exec")
     elif block.language == "toml":
         tomllib.loads(block.text)
-        if block.title == "judge.toml":
+        if block.title in OTHER_FILES:
             (folder / block.title).write_text(block.text)
-            read_judge(str(folder / block.title))
+            OTHER_FILES[block.title](str(folder / block.title))
             return
         (folder / "block.toml").write_text(block.text)
         recipe = "grpo" if "reward" in tomllib.loads(block.text) else "sft"

@@ -22,7 +22,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.packing.batches import Batches
 from unfreeze.data.store.dataset import Account
-from unfreeze.drill import loading, numbers, processes, runs
+from unfreeze.drill import bills, loading, numbers, processes, runs
 from unfreeze.drill.fault import ROWS, Fault, measured, must_refuse, said
 from unfreeze.drill.sandbox import Sandbox
 from unfreeze.generate.recorded import Recorded
@@ -32,6 +32,8 @@ from unfreeze.models.blocks.saved import Saved
 from unfreeze.parallel.plan import Plan
 from unfreeze.report.rollouts import canaries
 from unfreeze.rollout.rollouts import Rollouts
+from unfreeze.synth.usage import Usage
+from unfreeze.teach.budget import Ceiling
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
 
@@ -334,6 +336,21 @@ def no_lock(patch):
     patch.setattr("unfreeze.train.run._take_lock", lambda path: (path / "lock").open("a+"))
 
 
+def usage_believed(patch):
+    patch.setattr("unfreeze.synth.run.checked", lambda *arguments: Usage(9, 9))
+
+
+def booked_after_the_answer(patch):
+    real = bills.Server.post
+
+    def late(server, path, body, reserve, **options):
+        answer = real(server, path, body, nothing, **options)
+        reserve()
+        return answer
+
+    patch.setattr(bills.Server, "post", late)
+
+
 def out(target, name, value=nothing):
     """The usual case: one function replaced by one that does nothing."""
     return lambda patch: patch.setattr(target, name, value)
@@ -396,6 +413,13 @@ CONTROLS = {
     "R4 a learning rate that is not the schedule's": rate_as_meant,
     "R5 an exported adapter that lost one expert": no_verification,
     **dict.fromkeys([name for name in FAULTS if name.startswith("R7")], bad_rows_vanish),
+    "R6 prompts for a paid server, without a ceiling": out(Ceiling, "worst", lambda *arguments: ""),
+    "R6 a server whose price is unknown": out(Ceiling, "worst", lambda *arguments: ""),
+    "R6 seeds that grew after they were priced": out(
+        import_module("unfreeze.synth.plan"), "file_hash", lambda path: "as before"
+    ),
+    "R6 a server that bills more than max_tokens": usage_believed,
+    "R6 a run killed and repeated with requests under way": booked_after_the_answer,
     "R7 a line of 10 MB": lambda patch: patch.setattr("unfreeze.data.rows.lines.MAX_ROW_BYTES", 1_000_000),
     "R7 a row longer than the sequence": out(Account, "_count"),
     "R7 a byte order mark": lambda patch: patch.setattr(
@@ -439,7 +463,7 @@ def test_control_arm_without_its_guard_the_fault_goes_unnamed(sandbox, name, mon
 
 
 def test_every_row_has_a_fault_and_every_fault_a_control_arm():
-    assert len(ROWS) == 34 and {fault.row for fault in FAULTS.values()} == set(ROWS)
+    assert len(ROWS) == 35 and {fault.row for fault in FAULTS.values()} == set(ROWS)
     assert FAULTS.keys() - CONTROLS.keys() == set()
 
 
@@ -487,5 +511,5 @@ def test_an_unnamed_fault_ends_it_with_1(monkeypatch, capsys):
 
 
 def test_an_unknown_row_is_refused():
-    with pytest.raises(ConfigError, match="'R6' is not a row of the drill"):
-        drill.main(["--only", "R6"], Common(quiet=True))
+    with pytest.raises(ConfigError, match="'R10' is not a row of the drill"):
+        drill.main(["--only", "R10"], Common(quiet=True))

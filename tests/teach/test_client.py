@@ -207,3 +207,35 @@ def test_addresses():
     assert all(map(is_own_network, own)) and not any(
         map(is_own_network, ["https://api.example.com", "http://8.8.8.8"])
     )
+
+
+def keys(server):
+    return [headers.get("Idempotency-Key") for _, headers, _ in server.asked]
+
+
+def test_a_lost_answer_is_asked_for_with_the_same_key_and_a_refused_one_with_another(serving, waits):
+    """A server that knows the header gives a stored answer again; a stored 500, too."""
+    server = serving(in_turn(drops, drops, status(500), fine))
+    Client(server.url, timeout=5.0).post("completions", {}, key="k")
+    assert keys(server) == ["k-0", "k-0", "k-0", "k-1"]
+    Client(server.url, timeout=5.0).post("completions", {})
+    assert keys(server)[-1] is None
+
+
+def test_what_had_no_connection_is_released_and_what_was_sent_is_not(serving, waits):
+    counts = {"reserved": 0, "released": 0}
+
+    def count(name):
+        counts[name] += 1
+
+    def post(url):
+        Client(url, tries=3, timeout=5.0).post(
+            "completions", {}, lambda: count("reserved"), release=lambda: count("released")
+        )
+
+    with pytest.raises(EndpointError):
+        post("http://127.0.0.1:1/v1")
+    assert counts == {"reserved": 3, "released": 3}
+    with pytest.raises(EndpointError):
+        post(serving(drops).url)
+    assert counts == {"reserved": 6, "released": 3}

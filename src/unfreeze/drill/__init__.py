@@ -1,6 +1,6 @@
 """unfreeze dev drill: plant known faults in a sandbox, and show the message that reports each.
 
-34 rows (L loading, N numbers, M mixtures of experts, R runs, G rewards), most with several faults. Each fault
+35 rows (L loading, N numbers, M mixtures of experts, R runs, G rewards), most with several faults. Each fault
 is really planted, in a temporary folder; your files are not touched. The exit code is 1 if a fault is not
 reported.
 --clean does the opposite: ten clean runs of different families must raise no alarm under the same guards.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Config(Frozen):
     """Options of drill."""
 
-    only: tuple[str, ...] = Field(default=(), description="rows to plant, such as L7 N1; default: all 34")
+    only: tuple[str, ...] = Field(default=(), description="rows to plant, such as L7 N1; default: all 35")
     clean: bool = Field(
         default=False, description="plant nothing: ten clean runs of different families must raise no alarm"
     )
@@ -55,10 +55,10 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 def faults() -> list[Fault]:
     """All faults, in order of their rows."""
-    from unfreeze.drill import experts, loading, numbers, rewards, runs
+    from unfreeze.drill import bills, experts, loading, numbers, rewards, runs
     from unfreeze.drill.fault import ROWS
 
-    known = [*loading.FAULTS, *numbers.FAULTS, *experts.FAULTS, *runs.FAULTS, *rewards.FAULTS]
+    known = [*loading.FAULTS, *numbers.FAULTS, *experts.FAULTS, *runs.FAULTS, *bills.FAULTS, *rewards.FAULTS]
     # the sort is stable: faults of a row keep their order
     return sorted(known, key=lambda fault: ROWS.index(fault.row))
 

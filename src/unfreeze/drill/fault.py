@@ -43,6 +43,7 @@ ROWS = (
     "R3",
     "R4",
     "R5",
+    "R6",
     "R7",
     "R8",
     "R9",
@@ -51,8 +52,7 @@ ROWS = (
     "G3",
     "G4",
 )
-"""The 34 rows of the drill: loading (L), numbers (N), mixtures of experts (M), runs (R), rewards (G). R6, a
-paid API over its budget, is tested in tests/teach/test_budget.py, not here."""
+"""The 35 rows of the drill: loading (L), numbers (N), mixtures of experts (M), runs (R), rewards (G)."""
 
 
 class Unnamed(Exception):

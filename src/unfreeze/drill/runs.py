@@ -1,4 +1,4 @@
-"""R1 to R9 (without R6): faults of runs, their saves, their exports and their data."""
+"""R1 to R9 (R6 is in bills.py): faults of runs, their saves, their exports and their data."""
 
 from __future__ import annotations
 

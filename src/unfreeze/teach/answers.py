@@ -32,12 +32,16 @@ REFUSED = "refusal"
 
 @dataclass(frozen=True)
 class Answer:
-    """A teacher's turn. ended: "stop", or why it was cut: "length", "content_filter" …"""
+    """A teacher's turn. ended: "stop", or why it was cut: "length", "content_filter" …
+
+    about: facts that decide nothing: the server's usage and model name, the time
+    """
 
     text: str
     ended: str
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    about: dict[str, Any] = field(default_factory=dict[str, Any], compare=False)
 
     @property
     def usable(self) -> bool:

@@ -2,6 +2,9 @@
 
 Every attempt that was sent counts as billed, with or without an answer, and is recorded on disk before it is
 sent. So an interrupted run that continues stays within the same budget (docs/why/trust.md R6).
+
+    Budget   one number; for the teacher's answers and a judge
+    Ledger   a line per attempt (teach/ledger.py); for synthesis
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,17 +38,22 @@ class Price:
         return ((self.read or 0.0) * read + (self.written or 0.0) * written) / 1e6
 
 
-class Budget:
-    """At most `usd` for all calls whose answers go into `folder`; 0 refuses every call that has a price.
+class Ceiling(ABC):
+    """At most `usd` for all calls; 0 refuses every call that has a price.
 
-    of: the file in it that these answers belong to, if there may be several
+    flag: how the fields of the server are written on the command line
+    more: what to do at the ceiling
     """
 
-    def __init__(self, folder: Path, usd: float, price: Price, of: str = ""):
-        self.path, self.usd, self.price = folder / (f"{of}.{FILE}" if of else FILE), usd, price
-        known = read_object(self.path, ConfigError) if self.path.is_file() else {}
-        self.spent = float(known.get("usd", 0.0))
-        self._lock = threading.Lock()
+    usd: float
+    price: Price
+    flag = "--endpoint."
+    more = "a larger --endpoint.budget-usd; the same command continues from here"
+
+    @property
+    @abstractmethod
+    def spent(self) -> float:
+        """USD counted so far."""
 
     def worst(self, url: str, read: int, written: int) -> str:
         """Return the maximum cost of that many tokens, as a line; "" if nothing is billed.
@@ -57,8 +66,8 @@ class Budget:
                 return ""
             raise ConfigError(
                 f"{url} is not on this machine or in its network, and its price is unknown",
-                next="--endpoint.price-read 0.5 --endpoint.price-written 1.5 (USD per million tokens; 0 and 0"
-                " where it is free) and --endpoint.budget-usd",
+                next=f"{self.flag}price-read 0.5 {self.flag}price-written 1.5 (USD per million tokens; 0 and"
+                f" 0 where it is free) and {self.flag}budget-usd",
             )
         cost = self.price.of(read, written)
         arithmetic = (
@@ -69,23 +78,45 @@ class Budget:
             before = f" (${self.spent:,.4f} already spent)" if self.spent else ""
             raise ConfigError(
                 f"{arithmetic}; the budget is ${self.usd:,.4f}{before}",
-                next=f"--endpoint.budget-usd {1.01 * (self.spent + cost):.4g}, or fewer rows",
+                next=f"{self.flag}budget-usd {1.01 * (self.spent + cost):.4g}, or fewer rows",
             )
         return f"{arithmetic}; budget ${self.usd:,.4f}" if cost else ""
+
+    def refused(self, cost: float) -> ConfigError:
+        """Return the error for an attempt that might exceed the budget."""
+        return ConfigError(
+            f"${self.spent:,.4f} of the budget of ${self.usd:,.4f} is spent; the next call may cost"
+            f" ${cost:,.4f}",
+            next=self.more,
+        )
+
+
+class Budget(Ceiling):
+    """A ceiling for all calls whose answers go into `folder`.
+
+    of: the file in it that these answers belong to, if there may be several
+    """
+
+    def __init__(self, folder: Path, usd: float, price: Price, of: str = ""):
+        self.path, self.usd, self.price = folder / (f"{of}.{FILE}" if of else FILE), usd, price
+        known = read_object(self.path, ConfigError) if self.path.is_file() else {}
+        self._spent = float(known.get("usd", 0.0))
+        self._lock = threading.Lock()
+
+    @property
+    def spent(self) -> float:
+        """USD counted so far, each attempt at its worst price."""
+        return self._spent
 
     def reserve(self, read: int, written: int) -> None:
         """Count an attempt before it is sent. Raises ConfigError if it might exceed the budget."""
         if not (cost := self.price.of(read, written)):
             return
         with self._lock:
-            if self.spent + cost > self.usd:
-                raise ConfigError(
-                    f"${self.spent:,.4f} of the budget of ${self.usd:,.4f} is spent; the next call may cost"
-                    f" ${cost:,.4f}",
-                    next="a larger --endpoint.budget-usd; the same command continues from here",
-                )
-            self.spent += cost
+            if self._spent + cost > self.usd:
+                raise self.refused(cost)
+            self._spent += cost
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial = self.path.with_name(f"{self.path.name}.partial")
-            partial.write_text(json.dumps({"usd": self.spent}) + "\n", encoding="utf-8")
+            partial.write_text(json.dumps({"usd": self._spent}) + "\n", encoding="utf-8")
             os.replace(partial, self.path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -48,32 +48,46 @@ class ChatEndpoint:
             for each, fault in zip(waiting, faults, strict=True)
         ]
 
-    def ask(self, row: Conversation) -> Answer:
-        """Return one answer. Raises EndpointError, and what `reserve` raises."""
-        body = {"messages": [_as_openai(message) for message in row.messages], **self.settings}
-        body |= {"model": self.name} if self.name else {}
-        body |= {"tools": row.tools} if row.tools else {}
+    def ask(self, row: Conversation, *, key: str = "") -> Answer:
+        """Return one answer. Raises EndpointError, and what `reserve` raises.
+
+        key: of this request (teach/client.py: Client.post); "": none
+        """
         read = most_tokens(row)
         answer = self.client.post(
-            "chat/completions", body, lambda: self.reserve(read, self.settings["max_tokens"])
+            "chat/completions",
+            body_of(row, self.name, self.settings),
+            lambda: self.reserve(read, self.settings["max_tokens"]),
+            key=key,
         )
-        try:
-            choice = answer["choices"][0]
-            message, ended = choice["message"], choice.get("finish_reason")
-            text, calls = message.get("content"), message.get("tool_calls")
-            thought = message.get("reasoning_content") or message.get("reasoning")
-            refusal = message.get("refusal")
-        except (KeyError, IndexError, TypeError, AttributeError):
-            raise EndpointError(
-                f"{self.client.url}/chat/completions: its answer has no message: {json.dumps(answer)[:200]}",
-                next="check that the address is of an OpenAI-compatible server",
-            ) from None
-        text, thought, refusal = (
-            value if isinstance(value, str) else "" for value in (text, thought, refusal)
-        )
-        if refusal and not text:
-            return Answer(refusal, REFUSED, thought)
-        return Answer(text, str(ended or "stop"), thought, calls if is_list(calls) else [])
+        return answer_of(answer, f"{self.client.url}/chat/completions")
+
+
+def body_of(row: Conversation, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of a request for the next turn. name: of the model, "": the server's only one."""
+    body = {"messages": [_as_openai(message) for message in row.messages], **settings}
+    body |= {"model": name} if name else {}
+    return body | ({"tools": row.tools} if row.tools else {})
+
+
+def answer_of(answer: dict[str, Any], where: str) -> Answer:
+    """Read a server's object. Raises EndpointError if it holds no message. where: its address or file."""
+    try:
+        choice = answer["choices"][0]
+        message, ended = choice["message"], choice.get("finish_reason")
+        text, calls = message.get("content"), message.get("tool_calls")
+        thought = message.get("reasoning_content") or message.get("reasoning")
+        refusal = message.get("refusal")
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise EndpointError(
+            f"{where}: its answer has no message: {json.dumps(answer)[:200]}",
+            next="check that the address is of an OpenAI-compatible server",
+        ) from None
+    text, thought, refusal = (value if isinstance(value, str) else "" for value in (text, thought, refusal))
+    about = {name: answer[name] for name in ("model", "usage") if answer.get(name)}
+    if refusal and not text:
+        return Answer(refusal, REFUSED, thought, about=about)
+    return Answer(text, str(ended or "stop"), thought, calls if is_list(calls) else [], about)
 
 
 def _as_openai(message: dict[str, Any]) -> dict[str, Any]:

@@ -30,10 +30,17 @@ FROM_ENVIRONMENT = ("openai-organization", "openai-project")
 
 @dataclass
 class _Post:
-    """The cost of one post so far. reserve: called before each attempt."""
+    """The cost of one post so far. reserve: called before each attempt.
+
+    release: called after an attempt that had no connection, so that nothing was sent
+    key: of the work that is asked for, "" without one; heard: attempts that had a status as their answer
+    """
 
     reserve: Callable[[], None]
+    release: Callable[[], None] = lambda: None
+    key: str = ""
     tries: int = 0
+    heard: int = 0
     answer: dict[str, Any] | None = None
 
 
@@ -66,13 +73,23 @@ class Client:
         )
 
     def post(
-        self, path: str, body: Mapping[str, Any], reserve: Callable[[], None] = lambda: None
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        reserve: Callable[[], None] = lambda: None,
+        *,
+        release: Callable[[], None] = lambda: None,
+        key: str = "",
     ) -> dict[str, Any]:
         """Post `body` to url/path and return the server's object. Raises EndpointError.
 
         reserve: called before each attempt, to count what may be billed (teach/budget.py).
+        release: called after an attempt without a connection: it was not sent.
+        key: sent as Idempotency-Key, so that a server that knows this header does not do the work twice,
+        nor bill it, if an answer was lost. An attempt after a status gets another one: such a server would
+        give the same status again.
         """
-        post = _Post(reserve)
+        post = _Post(reserve, release, key)
         outer = _POST.set(post)
         try:
             self._openai.post(f"/{path}", cast_to=httpx2.Response, body=body)
@@ -130,7 +147,14 @@ class _Http(openai.DefaultHttpxClient):
             request.headers.pop(name, None)
         if self._key:
             request.headers["Authorization"] = f"Bearer {self._key}"
-        answer = self._whole(request)
+        if post.key:
+            request.headers["Idempotency-Key"] = f"{post.key}-{post.heard}"
+        try:
+            answer = self._whole(request)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout):
+            post.release()
+            raise
+        post.heard += 1
         if answer.is_success:
             try:
                 post.answer = parse_object(answer.content, "the answer", EndpointError)

@@ -84,7 +84,11 @@ def refuse_other_head(folder: Path, head: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def one_writer(folder: Path) -> Generator[None]:
+def one_writer(
+    folder: Path,
+    what: str = "a teacher's outputs",
+    next: str = "wait for it, or --prepare with another folder",
+) -> Generator[None]:
     """Create a folder if needed, and lock it against other writers. Raises ConfigError."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
@@ -92,10 +96,7 @@ def one_writer(folder: Path) -> Generator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ConfigError(
-            f"another process is writing a teacher's outputs into {folder}",
-            next="wait for it, or --prepare with another folder",
-        ) from None
+        raise ConfigError(f"another process is writing {what} into {folder}", next=next) from None
     try:
         yield
     finally:
