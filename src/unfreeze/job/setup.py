@@ -188,7 +188,7 @@ def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
     parts.plan_check(plan)
 
     disk = disk_of(config, parts.trained, setup.start, plan)
-    lines = start_lines(config, parts.trained, setup.start, setup.shape, plan, disk, parts.second)
+    lines = start_lines(config, parts.trained, setup.start, setup.shape, plan, disk, model, parts.second)
     lines += [*parts.start_lines, dtype_line(setup.dtype)]
     export = export_hint(parts.trained.lora, setup.start, model)
     emit_plan(folder, plan, group, lines, predicted_ops(setup.device, dtype), disk=disk, export=export)

@@ -1,8 +1,8 @@
 """unfreeze pretrain run.toml: train all weights on text, from random weights or from a checkpoint.
 
-For random weights give a folder with config.json and a tokenizer. The loss counts every token. The result is
-written to <out>/model in the format its config.json declares: with a quantization_config, the modules it
-names are rounded to INT4 at the end, as Kimi-K2's are.
+For random weights give [shape] and a tokenizer, or a folder with config.json and a tokenizer. The loss counts
+every token. The result is written to <out>/model in the format its config.json declares: with a
+quantization_config, the modules it names are rounded to INT4 at the end, as Kimi-K2's are.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from unfreeze.config.pretrain import Config
 from unfreeze.core.command import Common
 from unfreeze.job import job
 from unfreeze.job.end.folder import typed
+from unfreeze.job.opening.new import new_model
 from unfreeze.job.parts import Parts
 from unfreeze.job.trained import AllWeights
 
 if TYPE_CHECKING:
+    from unfreeze.checkpoint import Manifest
     from unfreeze.models import Decoder
     from unfreeze.train.balance import LossFreeBalance
 
@@ -46,14 +48,18 @@ def parts(config: Config) -> Parts:
     def balance(model: Decoder) -> Sequence[LossFreeBalance]:
         from unfreeze.train.balance import LossFreeBalance
 
-        biased = any(hasattr(moe.gate, "e_score_correction_bias") for moe in model.moe_layers().values())
+        gates = [moe.gate for moe in model.moe_layers().values()]
+        biased = any(getattr(gate, "e_score_correction_bias", None) is not None for gate in gates)
         return (LossFreeBalance(model, rate),) if biased and rate else ()
+
+    def start(model: str, common: Common) -> Manifest:
+        return new_model(config, model) if config.shape.family else job.open_start(model, common)
 
     return Parts(
         recipe="pretrain",
         trained=AllWeights(indexer=config.training.indexer == "trained"),
         objective=cross_entropy,
-        start=job.open_start,
+        start=start,
         encoding={"supervise": "all"},
         after_update=balance,
         chat=False,

@@ -294,15 +294,19 @@ def start_lines(
     shape: Shape,
     plan: Plan,
     disk: Disk,
+    model: Decoder,
     second: Second | None = None,
 ) -> list[str]:
     """The plan in three lines: model, memory, trained weights; and a line for the second model if any."""
+    from unfreeze.models.from_shape import count_parameters
     from unfreeze.parallel.plan.words import all_parameters, experts_held, groups_of
 
     experts = (
         f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
     )
     files = f"{decimal_bytes(start.nbytes)} in files" if start.tensors else "no weights yet"
+    if not start.tensors:
+        files = f"{count_parameters(model).words()}, {files}"
     if trained.lora is None:
         what = "every weight"
     else:
