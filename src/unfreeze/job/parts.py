@@ -59,6 +59,7 @@ class Parts:
     close         called when the run has ended, however it did
     plan_check    raises ConfigError for a plan that the recipe cannot train with
     interrupt     notices Ctrl-C and SIGTERM while the run trains; a source may look at it
+    before        called once with the run, after the first validation and before the first step of a new run
     start_lines   lines shown at the start, after model, memory and trained weights
     """
 
@@ -75,6 +76,7 @@ class Parts:
     source: Callable[[Setup, EncodedData, Placed, Cursor | None], Source] = encoded_rows
     kept: Callable[[Cursor], Mapping[str, Tensor]] = lambda cursor: {}
     metrics: Sequence[Metric] = OF_TOKENS
+    before: Sequence[Callable[[Job], None]] = ()
     judge: Callable[[Job], Judge] = spike_guard
     answers: Answering | None = None
     rows_check: Callable[[Setup, EncodedData], None] = refuse_changed_rows

@@ -18,6 +18,7 @@ from unfreeze.job.end.folder import typed
 from unfreeze.job.opening.new import new_model
 from unfreeze.job.parts import Parts
 from unfreeze.job.trained import AllWeights
+from unfreeze.job.watch.baselines import measure_baselines
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
@@ -62,5 +63,6 @@ def parts(config: Config) -> Parts:
         start=start,
         encoding={"supervise": "all"},
         after_update=balance,
+        before=(measure_baselines,),
         chat=False,
     )

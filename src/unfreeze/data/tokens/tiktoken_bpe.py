@@ -163,7 +163,7 @@ class TiktokenBackend:
         return present
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool) -> str:
-        return b"".join(map(self.bytes_of, self._kept(ids, skip_specials))).decode("utf-8", errors="replace")
+        return b"".join(map(self.token_bytes, self._kept(ids, skip_specials))).decode("utf-8", errors="replace")
 
     def stream(self, *, skip_specials: bool) -> TiktokenStream:
         return TiktokenStream(self, skip_specials)
@@ -175,12 +175,12 @@ class TiktokenBackend:
         )
 
     def token_text(self, id: int) -> str:
-        return self.bytes_of(id).decode("utf-8", errors="replace")
+        return self.token_bytes(id).decode("utf-8", errors="replace")
 
     def _kept(self, ids: Sequence[int], skip_specials: bool) -> Sequence[int]:
         return [id for id in ids if id not in self.special_ids] if skip_specials else ids
 
-    def bytes_of(self, id: int) -> bytes:
+    def token_bytes(self, id: int) -> bytes:
         return self._encoding.decode_single_token_bytes(id)
 
 

@@ -153,6 +153,13 @@ class Tokenizer:
         """Return the token's own spelling; the text itself for special tokens."""
         return self._backend.token_text(id)
 
+    def token_bytes(self, id: int) -> bytes | None:
+        """Return the bytes that a token stands for; none for a special token.
+
+        None if the tokenizer is not byte-level: a token's text then depends on its neighbours.
+        """
+        return b"" if id in self.special_ids else self._backend.token_bytes(id)
+
     def _turn_end(self) -> int | None:
         """Return the special token with which the template closes an assistant's turn, or None.
 

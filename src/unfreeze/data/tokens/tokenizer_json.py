@@ -5,9 +5,12 @@ Padding and truncation stored in the file are switched off, because silent trunc
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -108,6 +111,42 @@ class TokenizerJson:
     def token_text(self, id: int) -> str:
         """Return the token as the vocabulary spells it; the text itself for special tokens."""
         return self._backend.id_to_token(id) or ""
+
+    def token_bytes(self, id: int) -> bytes | None:
+        """Return the bytes of a token that is not special; None if the file's decoder is not byte-level."""
+        if not self._byte_level:
+            return None
+        text = self.token_text(id)
+        plain = id in self._added or any(character not in BYTE_OF for character in text)
+        return text.encode() if plain else bytes(BYTE_OF[character] for character in text)
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        """Ids whose text is stored as it is."""
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        """True if the decoder maps each character of a token to one byte, and does nothing else."""
+        decoder = self._backend.decoder
+        if decoder is None:
+            return False
+        state: dict[str, Any] = json.loads(decoder.__getstate__())
+        steps: list[dict[str, Any]] = state.get("decoders", [state])
+        return [step.get("type") for step in steps] == ["ByteLevel"]
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return character -> byte of byte-level vocabularies (GPT-2, Radford et al. 2019).
+
+    Printable Latin-1 characters stand for themselves; the other 68 bytes for U+0100 and those after it.
+    """
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_characters()
 
 
 class TokenizerJsonStream:
