@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -125,10 +126,13 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         raise ConfigError(
             "plan needs a model", next="unfreeze plan --model FOLDER_OR_CONFIG.JSON --hardware 8xH200"
         )
-    opened = open_for_plan(config)
+    new = parts.start(config.model, common) if parts is not None and new_model(parts, config) else None
+    if new is not None and config.dtype == "auto":
+        config = config.model_copy(update={"dtype": "float32"})  # as of a run: new weights train in it
+    opened = open_for_plan(config, new)
     if parts is not None:
         opened.second, opened.answers = parts.second, parts.answers
-    plans = [plan_on(config, _fleet(words, config.machines), opened) for words in config.hardware or (HERE,)]
+    plans = [plan_on(config, fleet_of(words, config.machines), opened) for words in config.hardware or (HERE,)]
     console = PipeConsole(stderr=common.json, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not common.quiet:
         console.print("\n".join(line for planned in plans for line in planned.lines()))
@@ -153,11 +157,12 @@ def configured(arguments: list[str]) -> tuple[Config, Parts | None]:
     _, recipe = recipe_of(arguments[0])
     run = from_keywords(recipe.Config, {}, function="plan", file=arguments[0])
     flags = parse(Config, arguments[1:], command="plan", description=__doc__ or "")
+    lora: LoraConfig | None = getattr(run, "lora", None)
     of_run = {
         "model": run.model,
         "rope": run.rope,
-        "train": run.train,
-        "lora": _merged(run.lora, flags.lora) if run.lora else flags.lora,
+        "train": getattr(run, "train", "all"),
+        "lora": _merged(lora, flags.lora) if lora else flags.lora,
         "place": run.place.model_copy(update=flags.place.model_dump(exclude_unset=True)),
         "tokens_per_step": run.training.tokens_per_step,
         "sequence_length": run.data.sequence_length,
@@ -174,6 +179,12 @@ def configured(arguments: list[str]) -> tuple[Config, Parts | None]:
         config.model_fields_set.discard("tokens_per_step")  # the default of one process: see plan_on
     _refuse_without_effect(config, flags.model_fields_set)
     return config, recipe.parts(run)
+
+
+def new_model(parts: Parts, config: Config) -> bool:
+    """True for a run that makes its model from [shape]: its `model` is the tokenizer's folder alone."""
+    folder = Path(config.model)
+    return parts.recipe == "pretrain" and not (folder / "config.json").is_file()
 
 
 def _refuse_without_effect(config: Config, given_fields: Set[str]) -> None:
@@ -210,7 +221,7 @@ def _merged(file: LoraConfig, flags: LoraConfig) -> LoraConfig:
     return LoraConfig(**file.model_dump(exclude_unset=True) | flags.model_dump(exclude_unset=True))
 
 
-def _fleet(words: str, table: str) -> Fleet:
+def fleet_of(words: str, table: str) -> Fleet:
     import torch
 
     from unfreeze.generate.open import device_of
@@ -264,6 +275,7 @@ def plan_on(config: Config, machine: Fleet, opened: Opened | None = None) -> Pla
         rates=rates.source if rates else "",
         dtype=_dtype(config, machine),
         answers=request.work.answers,
+        parameters=opened.parameters if config.train == "all" and not opened.start.tensors else None,
     )
 
 

@@ -226,6 +226,10 @@ class Parameters:
         """N of the scaling laws."""
         return self.total - self.embeddings
 
+    def fields(self) -> dict[str, int]:
+        """Plain JSON values."""
+        return {"total": self.total, "active": self.active, "without_embeddings": self.without_embeddings}
+
     def words(self) -> str:
         """'1.2 M parameters (0.5 M active, 1.1 M without embeddings)'."""
         active = f"{format_count(self.active)} active, " if self.active != self.total else ""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.names import of_today
 from unfreeze.config.training import TrainingConfig
+from unfreeze.core.command import Common
 from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.torchrun import sharers
 from unfreeze.core.units import format_bytes
@@ -54,10 +55,10 @@ class Subject:
 
     @cached_property
     def manifest(self) -> Manifest:
-        from unfreeze.checkpoint import open_checkpoint
         from unfreeze.models.longer import lengthened
 
-        return lengthened(open_checkpoint(self.config.model), self.config.rope.longer)
+        start = self.parts.start(self.config.model, Common(quiet=True))
+        return lengthened(start, self.config.rope.longer)
 
     @cached_property
     def shape(self) -> Shape:
