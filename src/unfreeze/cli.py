@@ -72,7 +72,11 @@ SHIP = {
     ),
     "merge": Command("unfreeze.commands.merge", "merge RUN --to bf16", "base and adapter as one checkpoint"),
 }
-MAKE: dict[str, Command] = {}
+MAKE: dict[str, Command] = {
+    "advise": Command(
+        "unfreeze.commands.advise", "advise --params N", "learning rate and batch of pretraining, by law"
+    ),
+}
 DEV = {
     "bench": Command(
         "unfreeze.commands.bench", "bench NAME", "compare with other libraries, from a clone: moe dense …"

@@ -6,7 +6,7 @@ N parameters without embeddings, D training tokens.
     B   = 0.58 · D^0.571                   tokens per step
 
 Source: Li et al., "Predictable Scale: Part I, Step Law", arXiv:2503.04715; AdamW, cosine schedule to a small
-fixed end, dense models and mixtures (N counts all experts there).
+fixed end, dense models and mixtures.
     D = 20 N                               tokens for the least loss at given compute
 Source: Hoffmann et al., arXiv:2203.15556 (Chinchilla).
 """
@@ -19,9 +19,9 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_count
 
 PARAMETERS = (60e6, 1.1e9)
-"""Range of N in the fit: 60 M to 1.07 B."""
+"""Range of N in the fit: the runs' models have 60 M to 1.07 B."""
 TOKENS = (2e9, 100e9)
-"""Range of D in the fit."""
+"""Range of D in the fit: the runs have 2 B to 100 B tokens."""
 PER_PARAMETER = 20.0
 """Tokens per parameter, by Chinchilla."""
 MOST = 1e18
