@@ -75,7 +75,7 @@ SHIP = {
 MAKE: dict[str, Command] = {
     "advise": Command(
         "unfreeze.commands.advise", "advise --params N", "learning rate and batch of pretraining, by law"
-    ),
+    )
 }
 DEV = {
     "bench": Command(

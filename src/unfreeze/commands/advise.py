@@ -1,8 +1,8 @@
 """unfreeze advise --params 26e6 --tokens 1e9: learning rate, batch and time for pretraining.
 
-By published laws (train/step_law.py): Step Law for the learning rate and the tokens per step, Chinchilla for the
-number of tokens. The sizes can also come from a run's TOML file or a model's folder:
-unfreeze advise run.toml. Outside the range in which a law was fitted, it says so.
+By published laws (train/step_law.py): Step Law for the learning rate and the tokens per step, Chinchilla for
+the number of tokens. The sizes can also come from a run's TOML file or a model's folder: unfreeze advise
+run.toml. Outside the range in which Step Law was fitted, it says so.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from unfreeze.train.step_law import Advice
 
 SHARE = 0.4
-"""Share of a GPU's peak matrix rate that a whole training step reaches, if only --params is known. A model or a
-run's file is planned instead."""
+"""Share of a GPU's peak matrix rate that a whole training step reaches, if only --params is known. A model or
+a run's file is planned instead."""
 
 
 class Config(Frozen):
@@ -68,7 +68,7 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Return the advice: parameters, tokens, learning_rate, tokens_per_step, steps, chinchilla, outside, times."""
+    """Return the fields of Advice, chinchilla_tokens, steps, and the time on each machine."""
     from unfreeze.train.step_law import PER_PARAMETER, advise
 
     file = arguments[0] if arguments and arguments[0].endswith(".toml") else ""
@@ -82,7 +82,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     config = parse(Config, arguments[bool(file) :], command="advise", description=__doc__ or "")
     if sum(map(bool, (file, config.model, config.params))) != 1:
         raise ConfigError(
-            "advise needs the size of one model", next="unfreeze advise --params 26e6, or give a run's TOML file"
+            "advise needs the size of one model",
+            next="unfreeze advise --params 26e6, or give a run's TOML file",
         )
     plan, opened, of_run = _planned(file, config, common) if not config.params else (None, None, None)
     counted = opened.parameters if opened else None
@@ -97,7 +98,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 
 def _planned(file: str, config: Config, common: Common) -> tuple[PlanConfig, Opened, float | None]:
-    """Return (the config of a plan of every weight, the model, tokens that the run's file trains on if it says)."""
+    """Return (config of a plan of every weight, the model, tokens of the run's file if it has steps)."""
     from unfreeze.commands.opened import open_for_plan
     from unfreeze.commands.plan import configured, new_model
 
@@ -122,7 +123,7 @@ def _steps_of(file: str) -> int | None:
 def _times(
     config: Config, plan: PlanConfig | None, opened: Opened | None, advice: Advice, counted: Parameters | None
 ) -> list[dict[str, Any]]:
-    """Time of all tokens on each machine: by the plan of the model, else by 6 N D; null where nothing is known."""
+    """Time of all tokens on each machine: by the model's plan, else by 6 N D; None if neither is known."""
     from unfreeze.commands.plan import HERE, fleet_of, plan_on
 
     rows: list[dict[str, Any]] = []
@@ -153,7 +154,10 @@ def _lines(
         f"  tokens per step {advice.tokens_per_step:,.0f} (about {format_count(advice.tokens_per_step)});"
         f" {advice.steps:,} steps",
         "  both by Step Law, arXiv:2503.04715: AdamW, cosine",
-        *(f"  {sentence}: an extrapolation; try a third and three times of it" for sentence in advice.outside),
+        *(
+            f"  {sentence}: an extrapolation; try a third and three times of it"
+            for sentence in advice.outside
+        ),
         f"  {per:,.3g} tokens per parameter; Chinchilla's 20 would be {format_count(advice.chinchilla)}",
     ]
     for row in times:

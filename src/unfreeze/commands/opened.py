@@ -94,7 +94,10 @@ class Opened:
 
 
 def open_for_plan(config: Config, new: Manifest | None = None) -> Opened:
-    """Open the model from a checkpoint's headers, or from a config.json alone. new: a model that is not written yet."""
+    """Open the model from a checkpoint's headers, or from a config.json alone.
+
+    new: a model whose config.json is not written yet.
+    """
     from unfreeze import models
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.checkpoint.manifest import Manifest, read_config

@@ -132,7 +132,9 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     opened = open_for_plan(config, new)
     if parts is not None:
         opened.second, opened.answers = parts.second, parts.answers
-    plans = [plan_on(config, fleet_of(words, config.machines), opened) for words in config.hardware or (HERE,)]
+    plans = [
+        plan_on(config, fleet_of(words, config.machines), opened) for words in config.hardware or (HERE,)
+    ]
     console = PipeConsole(stderr=common.json, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not common.quiet:
         console.print("\n".join(line for planned in plans for line in planned.lines()))

@@ -91,7 +91,8 @@ class Config(TrainingConfig):
             raise ConfigError("[shape] needs a tokenizer", next="give --tokenizer FOLDER")
         if model and model != tokenizer:
             raise ConfigError(
-                f"model = {model!r} has a shape of its own, and [shape] is given", next="leave one of them out"
+                f"model = {model!r} has a shape of its own, and [shape] is given",
+                next="leave one of them out",
             )
         return {**fields, "model": tokenizer}
 

@@ -65,16 +65,22 @@ class Shape(Frozen):
 
     family: str = Field(
         default="",
-        description="a new model of this family: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, deepseek_v3",
+        description="family of a new model: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, deepseek_v3",
         json_schema_extra=_shape(first=True),
     )
     num_hidden_layers: int = Field(default=4, ge=1, description="layers", json_schema_extra=_shape())
     hidden_size: int = Field(
-        default=128, ge=1, description="width of the model; a multiple of the heads", json_schema_extra=_shape()
+        default=128,
+        ge=1,
+        description="width of the model; a multiple of the heads",
+        json_schema_extra=_shape(),
     )
     num_attention_heads: int = Field(default=4, ge=1, description="heads", json_schema_extra=_shape())
     num_key_value_heads: int | None = Field(
-        default=None, ge=1, description="heads of keys and values; default: all heads", json_schema_extra=_shape()
+        default=None,
+        ge=1,
+        description="heads of keys and values; default: all heads",
+        json_schema_extra=_shape(),
     )
     intermediate_size: int | None = Field(
         default=None,
@@ -83,7 +89,10 @@ class Shape(Frozen):
         json_schema_extra=_shape(),
     )
     num_experts: int = Field(
-        default=0, ge=0, description="experts per layer, in families that have them", json_schema_extra=_shape()
+        default=0,
+        ge=0,
+        description="experts per layer, in families that have them",
+        json_schema_extra=_shape(),
     )
     num_experts_per_tok: int | None = Field(
         default=None, ge=1, description="experts that a token uses; default 2", json_schema_extra=_shape()
@@ -95,7 +104,10 @@ class Shape(Frozen):
         json_schema_extra=_shape(),
     )
     num_shared_experts: int | None = Field(
-        default=None, ge=0, description="experts that every token uses (deepseek_v3)", json_schema_extra=_shape()
+        default=None,
+        ge=0,
+        description="experts that every token uses (deepseek_v3)",
+        json_schema_extra=_shape(),
     )
     tie_word_embeddings: bool = Field(
         default=True, description="one matrix for embedding and output", json_schema_extra=_shape()

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from unfreeze.core.schema_types import AnyText, CommonFields, Int, Real, When, of
+from unfreeze.core.schema_types import CommonFields, Int, Real, When, of
 
 
 class NGram(TypedDict):

@@ -103,4 +103,3 @@ def _looked_up(keys: np.ndarray, values: np.ndarray, asked_P: np.ndarray) -> np.
         return np.zeros(len(asked_P), dtype=np.int64)
     place_P = np.minimum(np.searchsorted(keys, asked_P), len(keys) - 1)
     return np.where(keys[place_P] == asked_P, values[place_P], 0)
-

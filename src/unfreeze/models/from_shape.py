@@ -53,7 +53,7 @@ def _qwen3_moe(sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek_v3(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Latents a half of the width, a rotary part of half a head; groups off; the first of several layers dense."""
+    """Latents of half the width, half a head rotary, one group, the first of several layers dense."""
     head = sizes["hidden_size"] // sizes["num_attention_heads"]
     return {
         "q_lora_rank": None,
@@ -118,12 +118,12 @@ def config_of(
         vocabulary  ids of the tokenizer
         positions   tokens of the longest document, if `more` has no max_position_embeddings
 
-    Raises ConfigError, one line: a family without a recipe here, a size that it does not have or that does not
+    Raises ConfigError, one line: a family that is not in NEW, a size that it does not have or that does not
     divide, a field that its reader does not know.
     """
     if family not in NEW:
         raise ConfigError(
-            f"shape.family {family!r}: there is no recipe for it{nearest(family, NEW)}; there is: {', '.join(NEW)}",
+            f"shape.family {family!r} cannot be made new{nearest(family, NEW)}; there are: {', '.join(NEW)}",
             next="for another family give a folder with config.json and tokenizer: --model DIR",
         )
     new, written = NEW[family], {name: of for name, of in sizes.items() if of is not None}
@@ -160,9 +160,7 @@ def config_of(
     return config
 
 
-def _refuse_sizes(
-    family: str, new: NewFamily, written: Mapping[str, Any], more: Mapping[str, Any]
-) -> None:
+def _refuse_sizes(family: str, new: NewFamily, written: Mapping[str, Any], more: Mapping[str, Any]) -> None:
     hidden, heads = written["hidden_size"], written["num_attention_heads"]
     own_width = {"head_dim", "qk_nope_head_dim"} & more.keys()
     experts = written.get("num_experts", 0)
@@ -254,4 +252,3 @@ def count_parameters(model: Decoder) -> Parameters:
         if name in ("model.embed_tokens.weight", "lm_head.weight")
     }
     return Parameters(total, total - idle, sum(embeddings.values()))
-

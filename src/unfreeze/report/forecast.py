@@ -112,7 +112,7 @@ def plain_cycles(session: Sequence[Event]) -> list[float]:
 
 
 def _mean(events: Sequence[Event], kind: type[E]) -> float:
-    """Mean seconds of the events of a kind; 0.0 if there are none. Of evaluations the later ones: the first compiles."""
+    """Mean seconds of events of a kind, without the first if there are more: it may compile. 0.0: none."""
     seconds = [float(event.get("seconds") or 0.0) for event in of_kind(events, kind)]
     later = seconds[1:] or seconds
     return sum(later) / len(later) if later else 0.0

@@ -37,8 +37,8 @@ from unfreeze.core.schema import (
     WarningEvent,
 )
 from unfreeze.core.units import format_bytes, format_seconds
-from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers, unreached
 from unfreeze.report.baselines import baseline_line
+from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers, unreached
 from unfreeze.report.forecast import forecast_words
 from unfreeze.report.run import decimal_bytes, early_words, load_words
 from unfreeze.report.tables import plan_table, receipt_table, receipt_text, receipt_verdict

@@ -56,12 +56,8 @@ def advise(parameters: float, tokens: float) -> Advice:
     rate = 1.79 * parameters**-0.713 * tokens**0.307
     batch = 0.58 * tokens**0.571
     outside = [
-        f"{format_count(value)} {what} are outside the fit"
-        f" ({format_count(low)} to {format_count(high)})"
-        for value, what, (low, high) in (
-            (parameters, "parameters", PARAMETERS),
-            (tokens, "tokens", TOKENS),
-        )
+        f"{format_count(value)} {what} are outside the fit ({format_count(low)} to {format_count(high)})"
+        for value, what, (low, high) in ((parameters, "parameters", PARAMETERS), (tokens, "tokens", TOKENS))
         if not low <= value <= high
     ]
     return Advice(parameters, tokens, rate, batch, tuple(outside))

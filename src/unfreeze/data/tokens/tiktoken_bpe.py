@@ -163,7 +163,9 @@ class TiktokenBackend:
         return present
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool) -> str:
-        return b"".join(map(self.token_bytes, self._kept(ids, skip_specials))).decode("utf-8", errors="replace")
+        return b"".join(map(self.token_bytes, self._kept(ids, skip_specials))).decode(
+            "utf-8", errors="replace"
+        )
 
     def stream(self, *, skip_specials: bool) -> TiktokenStream:
         return TiktokenStream(self, skip_specials)
@@ -207,7 +209,7 @@ class TiktokenStream:
     def push(self, id: int) -> str:
         if self._skip and id in self._backend.special_ids:
             return ""
-        return self._utf8.decode(self._backend.bytes_of(id))
+        return self._utf8.decode(self._backend.token_bytes(id))
 
     def finish(self) -> str:
         """Return U+FFFD if the text ends inside a character, else ""."""

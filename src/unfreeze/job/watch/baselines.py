@@ -1,4 +1,4 @@
-"""Byte n-grams of the training rows, measured on the held-out rows, before the first step (evaluate/ngrams.py)."""
+"""Byte n-grams (evaluate/ngrams.py): counted on the training rows, measured on the held-out rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 ORDERS = (1, 3, 5)
 MOST_BYTES = 8_000_000
-"""Of the training rows, and of the held-out rows: some 0.5 GB and 10 s on one core. Larger texts are counted up
-to here, which makes a 5-gram look weaker than it could be; the event says so."""
+"""Of the training rows, and of the held-out rows: some 0.5 GB of memory. Of larger texts only the first part
+is counted, which makes a 5-gram look weaker than it could be; the event says so."""
 
 
 def measure_baselines(job: Job) -> None:
@@ -53,8 +53,8 @@ def counted_text(
 ) -> tuple[Text, bool]:
     """Return (the documents as symbols, True if all of them are in it), at most MOST_BYTES of them.
 
-    targets_only: count what the model is measured on, tokens with a weight after the shift. Its first token has
-    none, so those bytes are context here too, and a special token is the symbol END.
+    targets_only: count what the model is measured on, tokens with a weight after the shift. The first token
+    has none, so its bytes are only context here too. A special token is the symbol END.
     """
     import numpy as np
 
@@ -72,7 +72,9 @@ def counted_text(
                 return
             tokens_T = np.asarray(example.tokens, dtype=np.int64)
             symbols, lengths_T = table.symbols(tokens_T)
-            targets_T = np.asarray(example.weights) > 0 if targets_only else np.ones(len(tokens_T), dtype=bool)
+            targets_T = (
+                np.asarray(example.weights) > 0 if targets_only else np.ones(len(tokens_T), dtype=bool)
+            )
             targets_T[:1] &= not targets_only
             left -= len(symbols)
             yield symbols, np.repeat(targets_T, lengths_T)

@@ -18,7 +18,7 @@ AT = 50
 
 
 class ForecastOnce:
-    """Hook of fit(): emits the forecast event once in a session. Reads the run's own events, so no clock here."""
+    """Hook of fit(): emits the forecast event once in a session. Its clock is the run's own events."""
 
     def __init__(self, save: Save, watch: Watch, *, validates: bool):
         self._save, self._watch, self._validates = save, watch, validates
