@@ -174,7 +174,7 @@ def _gathered(
     if not rest or not strange or not isinstance(inner.get(rest, {}), Mapping):
         return inner
     known = {key: of for key, of in inner.items() if key not in strange}
-    return known | {rest: {**inner.get(rest, {}), **{key: inner[key] for key in strange}}}
+    return known | {rest: {**inner.get(rest, {}), **{key.replace("-", "_"): inner[key] for key in strange}}}
 
 
 def _hint(config: type[BaseModel], key: str, near: list[str], *, inside: bool = False) -> str:

@@ -69,7 +69,7 @@ def _deepseek_v3(sizes: Mapping[str, Any]) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "num_nextn_predict_layers": 0,
-        "n_shared_experts": 0,
+        "n_shared_experts": 1,
     }
 
 
@@ -135,6 +135,8 @@ def config_of(
         chosen = written.setdefault("num_experts_per_tok", min(2, written["num_experts"]))
         narrow = max(1, wide // chosen)
         written.setdefault("moe_intermediate_size", narrow)
+        if new.names.get("moe_intermediate_size") == "intermediate_size":  # no layer is dense
+            written["intermediate_size"] = written.pop("moe_intermediate_size")
     else:
         written = {name: of for name, of in written.items() if name not in EXPERTS}
     fixed = {
