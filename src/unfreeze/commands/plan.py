@@ -129,7 +129,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     new = parts.start(config.model, common) if parts is not None and new_model(parts, config) else None
     if new is not None and config.dtype == "auto":
         config = config.model_copy(update={"dtype": "float32"})  # as of a run: new weights train in it
-    opened = open_for_plan(config, new)
+    opened = open_for_plan(config, new) if new is not None else open_for_plan(config)
     if parts is not None:
         opened.second, opened.answers = parts.second, parts.answers
     plans = [
