@@ -57,8 +57,9 @@ def test_a_runs_file_has_parameters_and_tokens(run_file, unfreeze_json):
     assert advice["parameters"] == 2 * (4 * 64**2 + 3 * 64 * 192 + 2 * 64 + 2 * 16) + 64
     assert advice["tokens"] == 100 * 2048 and advice["times"][0]["source"] == "planned"
     assert unfreeze_json("advise", run_file, "--tokens", "1e6")["tokens"] == 1e6
-    assert unfreeze_json("plan", run_file, "--hardware", "1xH100")["parameters"]["without_embeddings"] == (
-        advice["parameters"]
+    assert (
+        unfreeze_json("plan", run_file, "--hardware", "1xH100")["parameters"]["without_embeddings"]
+        == (advice["parameters"])
     )
 
 

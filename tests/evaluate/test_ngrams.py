@@ -86,7 +86,7 @@ def test_a_trigram_reaches_the_entropy_of_a_second_order_chain_and_a_bigram_cann
 
 
 def test_a_context_ends_with_its_document():
-    """"ab" is always followed by "c" inside documents; at the start of one nothing stands before "c"."""
+    """ "ab" is always followed by "c" inside documents; at the start of one nothing stands before "c"."""
     train = text_of(documents([b"abc"] * 50 + [b"x"] * 50), 3)
     joined, apart = (text_of(documents(texts), 3) for texts in ([b"abc"], [b"ab", b"c"]))
     assert bits_per_byte(train, apart, (3,))[3] > 3 * bits_per_byte(train, joined, (3,))[3]

@@ -20,7 +20,9 @@ def made(family, more=None, **sizes):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", NEW)
 def test_transformers_makes_as_many_parameters_and_reads_the_same_logits(family, tied):
-    config = made(family, num_key_value_heads=None if family == "deepseek_v3" else 2, tie_word_embeddings=tied)
+    config = made(
+        family, num_key_value_heads=None if family == "deepseek_v3" else 2, tie_word_embeddings=tied
+    )
     ours = models.from_config(config, torch.float32)
     counted = count_parameters(ours)
     options = transformers.AutoConfig.for_model(**config)
@@ -54,7 +56,12 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_64():
     "family, more, sizes, words",
     [
         ("qwen4", {}, {}, r"'qwen4' cannot be made new; nearest: 'qwen\d'"),
-        ("qwen3", {}, {"num_attention_heads": 5}, "hidden_size 64 is not a multiple of num_attention_heads 5"),
+        (
+            "qwen3",
+            {},
+            {"num_attention_heads": 5},
+            "hidden_size 64 is not a multiple of num_attention_heads 5",
+        ),
         ("qwen3", {}, {"num_key_value_heads": 3}, "heads 4 is not a multiple of num_key_value_heads 3"),
         ("llama", {"head_dim": 15}, {}, "rotary width of 15 is odd"),
         ("llama", {}, {"num_experts": 4}, "num_experts 4: llama has no experts"),

@@ -20,7 +20,9 @@ WORDS = "the wind blows over 山 and the river runs to 海 under a cold moon —
 
 
 def texts(count):
-    return [" ".join(WORDS[(7 * i + 3 * j * j) % len(WORDS)] for j in range(12 + i % 9)) for i in range(count)]
+    return [
+        " ".join(WORDS[(7 * i + 3 * j * j) % len(WORDS)] for j in range(12 + i % 9)) for i in range(count)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,9 @@ def test_transformers_reads_the_result(folder, tmp_path, unfreeze_json, family):
     result = unfreeze_json(*command(folder, tmp_path / "run", *family))
     assert result["finished"] and result["loss_last"] < result["loss_first"]
     assert result["loss_first"] == pytest.approx(math.log(320), abs=0.3)  # 300 ids in 320 rows
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / "model", dtype=torch.float32
+    )
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")("the river 山")["input_ids"]
     ours = unfreeze.load(tmp_path / "run", dtype="float32")
     with torch.no_grad():
@@ -71,7 +75,9 @@ def test_rows_without_a_token_are_never_sampled(folder, tmp_path, unfreeze_json)
     model = unfreeze.load(tmp_path / "run", dtype="float32")
     with torch.no_grad():
         model.decoder.lm_head.weight[:20] *= 0.01
-        model.decoder.lm_head.weight[300:] = 50 * model.decoder.lm_head.weight[20:40]  # likelier than any token
+        model.decoder.lm_head.weight[300:] = (
+            50 * model.decoder.lm_head.weight[20:40]
+        )  # likelier than any token
     prompts = [[token] for token in range(60, 160)]
     likely = [int(logits[-1].argmax()) for logits in model.logits(prompts)]
     assert max(likely) >= 300  # control arm: a sampler that takes the head as it is would choose them
@@ -177,7 +183,8 @@ def test_the_loss_is_one_whatever_the_batch_and_the_packing(examples):
     kept = examples[:32]
     longest = max(example.num_tokens for example in kept)
     losses = [
-        heldout(model, validation_batches(kept, count * longest), bytes_total=1000).loss for count in (1, 4, 16)
+        heldout(model, validation_batches(kept, count * longest), bytes_total=1000).loss
+        for count in (1, 4, 16)
     ]
     assert losses == pytest.approx([losses[0]] * 3, abs=1e-6)
     with torch.no_grad():

@@ -52,11 +52,14 @@ class Rhythm:
         at_last = self.validate_every and self.steps % self.validate_every == 0
         return between + (0 if at_last else 1) if step < self.steps else 0
 
-    def saves(self, step: int, seconds: float) -> float:
-        """Saves after `step` in so many seconds; the last step has one."""
-        by_step = self._multiples(step, self.save_every)
-        by_time = seconds / (60 * self.save_minutes) if self.save_minutes else 0.0
-        return max(1.0, float(max(by_step, int(by_time))))
+    def saves(self, step: int, seconds: float) -> int:
+        """Saves from `step` on in so many seconds; its own is still to come, and the last step has one.
+
+        A validation saves too, if its loss is the lowest so far: of a model that learns, each.
+        """
+        by_step = self._multiples(step - 1, self.save_every)
+        by_time = int(seconds / (60 * self.save_minutes)) if self.save_minutes else 0
+        return max(1, by_step, by_time) + self.validations(step)
 
     def _multiples(self, step: int, every: int) -> int:
         return self.steps // every - step // every if every else 0
@@ -64,7 +67,7 @@ class Rhythm:
 
 @dataclass(frozen=True)
 class Forecast:
-    """seconds: from the session's start event to the end event; left: from the last train event on."""
+    """seconds: from the session's start event to the end event; left: from the last event on."""
 
     seconds: float
     left: float
@@ -88,7 +91,7 @@ def forecast(events: Sequence[Event], rhythm: Rhythm) -> Forecast | None:
     saving = rhythm.saves(step, steps + validations) * _save(events)
     answers = [event.get("seconds", 0.0) for event in of_kind(events, GapEvent) if event["when"] == "before"]
     left = steps + validations + saving + sum(answers[:1])
-    passed = trained[-1]["time"] - session[0]["time"]
+    passed = session[-1]["time"] - session[0]["time"]
     return Forecast(passed + left, left, per_step, validations, saving)
 
 
@@ -100,10 +103,12 @@ def session_of(events: Sequence[Event]) -> Sequence[Event]:
 
 def plain_cycles(session: Sequence[Event]) -> list[float]:
     """Seconds between neighbouring train events with nothing between them, without the first WARM."""
+    follows = [*(event["kind"] for event in session[2:]), ""]
     cycles = [
         after["time"] - before["time"]
-        for before, after in pairwise(session)
-        if before["kind"] == "train" and after["kind"] == "train"
+        for (before, after), then in zip(pairwise(session), follows, strict=False)
+        # a step that met a new kind of inputs compiled, and reports its kernels
+        if before["kind"] == "train" and after["kind"] == "train" and then != "kernels"
     ]
     trained = sum(event["kind"] == "train" for event in session)
     # cycles with something between are no longer in the list: those of the first steps report a receipt
