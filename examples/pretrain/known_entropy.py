@@ -1,18 +1,18 @@
 """A language whose entropy is known, so that a loss can be compared with the best one possible.
 
-    python examples/pretrain/known_entropy.py                     # texts, tokenizer and H into build/known_entropy
-    unfreeze pretrain examples/pretrain/known_entropy.toml        # a mixture of about a million active parameters
+    python examples/pretrain/known_entropy.py                # texts, tokenizer, entropy: build/known_entropy
+    unfreeze pretrain examples/pretrain/known_entropy.toml   # a mixture of a million active parameters
     python examples/pretrain/known_entropy.py --check build/known_entropy/run
 
-Each letter is drawn by the two before it, from a table that is drawn once (a second-order Markov chain). With p
-the table and pi(a, b) the stationary share of the pair ab:
+Each letter is drawn by the two before it, from a table that is drawn once (a second-order Markov chain).
+With p the table and pi(a, b) the stationary share of the pair ab:
 
     H2 = - sum pi(a, b) p(c | a, b) ln p(c | a, b)        nats per letter, given two letters
     H1 = - sum pi(a, b) ln (pi(a, b) / pi(a))             of the second letter of a text, given the first
 
 A text of L letters begins with a pair from pi, so a model that knows the language has a loss of
-(H1 + (L - 2) H2) / (L - 1) nats per token: the first letter is not predicted. No model can do better, except by
-luck on the rows that were held out.
+(H1 + (L - 2) H2) / (L - 1) nats per token: the first letter is not predicted. No model can do better, except
+by luck on the rows that were held out.
 """
 
 import argparse
