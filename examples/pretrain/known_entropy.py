@@ -49,7 +49,7 @@ def entropy(p: np.ndarray, pi: np.ndarray, length: int = LENGTH) -> float:
     """Loss of a perfect model, in nats per predicted letter."""
     log = np.log(np.maximum(p, 1e-300))
     second = -(pi[:, :, None] * p * log).sum()
-    given_first = pi / pi.sum(axis=1, keepdims=True)
+    given_first = pi / np.maximum(pi.sum(axis=1, keepdims=True), 1e-300)
     first = -(pi * np.log(np.maximum(given_first, 1e-300))).sum()
     return float((first + (length - 2) * second) / (length - 1))
 

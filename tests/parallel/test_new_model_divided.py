@@ -18,7 +18,9 @@ SHAPE = (
     "--shape.family deepseek_v3 --shape.hidden-size 32 --shape.num-hidden-layers 2 --shape.num-attention-heads 2"
     " --shape.num-experts 4 --shape.moe-intermediate-size 16 --optimizer.balance-rate 0.01"
 )
-RUN = "--tokens-per-step 512 --micro-batches 4 --steps 3 --watch.samples 0 --dtype float32 --threads 1 --quiet"
+RUN = (
+    "--tokens-per-step 512 --micro-batches 4 --steps 3 --watch.samples 0 --dtype float32 --threads 1 --quiet"
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,12 @@ def test_two_processes_make_the_model_of_one(folder):
     assert together.returncode == 0, together.stderr
     one, two = folder / "one", folder / "two"
     assert read(two, "start", "processes") == [2]
-    for kind, field in (("train", "loss"), ("train", "grad_norm"), ("eval", "loss"), ("eval", "bits_per_byte")):
+    for kind, field in (
+        ("train", "loss"),
+        ("train", "grad_norm"),
+        ("eval", "loss"),
+        ("eval", "bits_per_byte"),
+    ):
         expected, found = read(one, kind, field), read(two, kind, field)
         assert found == pytest.approx(expected, rel=1e-5) and len(found) > 1, field
     assert read(one, "baseline", "ngrams") == read(two, "baseline", "ngrams")  # counted once, by process 0

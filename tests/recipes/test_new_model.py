@@ -97,7 +97,7 @@ def test_the_start_says_the_parameters_and_n_grams(folder, tmp_path, capsys, rea
     last = read_events(tmp_path / "run", "eval")[-1]
     assert f"{last['bits_per_byte']:.3f} held out: below the unigram, above the trigram" in lines
     # the bytes of the held-out targets are those of the raw text, less each first token
-    held_out = [event for event in read_events(tmp_path / "run", "data")][0]["held_out"]
+    held_out = read_events(tmp_path / "run", "data")[0]["held_out"]
     assert last["rows"] == held_out and baseline["held_out_bytes"] > 0
     assert last["bits_per_byte"] == pytest.approx(
         last["loss"] / math.log(2) * last["tokens"] / baseline["held_out_bytes"], rel=1e-6
