@@ -74,7 +74,7 @@ SHIP = {
 }
 MAKE: dict[str, Command] = {
     "advise": Command(
-        "unfreeze.commands.advise", "advise --params N", "learning rate and batch of pretraining, by law"
+        "unfreeze.commands.advise", "advise --params N", "learning rate and batch for pretraining"
     )
 }
 DEV = {

@@ -47,7 +47,11 @@ def test_an_example_says_where_its_paths_count_from_and_so_does_the_error(
     data.write_text("{}")
     assert cli.main([recipe, str(path), "--data", str(data)]) == 2
     error = capsys.readouterr().err
-    missing = (f" does not exist in {tmp_path}\n", "tokenizer' is not a folder\n", "held_out.jsonl' is not a file")
+    missing = (
+        f" does not exist in {tmp_path}\n",
+        "tokenizer' is not a folder\n",
+        "held_out.jsonl' is not a file",
+    )
     assert any(words in error for words in missing)
     assert cli.main([recipe, str(path), "--data", str(tmp_path / "none.jsonl")]) == 2
     assert (

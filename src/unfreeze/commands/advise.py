@@ -100,10 +100,10 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 def _planned(file: str, config: Config, common: Common) -> tuple[PlanConfig, Opened, float | None]:
     """Return (config of a plan of every weight, the model, tokens of the run's file if it has steps)."""
     from unfreeze.commands.opened import open_for_plan
-    from unfreeze.commands.plan import configured, new_model
+    from unfreeze.commands.plan import configured
 
     plan, parts = configured([file] if file else ["--model", config.model])
-    new = parts.start(plan.model, common) if parts is not None and new_model(parts, plan) else None
+    new = parts.start(plan.model, common) if parts is not None and parts.new else None
     plan = plan.model_copy(update={"train": "all"})
     opened = open_for_plan(plan, new)
     if opened.start.is_packed():

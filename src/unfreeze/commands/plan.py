@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -126,7 +125,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         raise ConfigError(
             "plan needs a model", next="unfreeze plan --model FOLDER_OR_CONFIG.JSON --hardware 8xH200"
         )
-    new = parts.start(config.model, common) if parts is not None and new_model(parts, config) else None
+    new = parts.start(config.model, common) if parts is not None and parts.new else None
     if new is not None and config.dtype == "auto":
         config = config.model_copy(update={"dtype": "float32"})  # as of a run: new weights train in it
     opened = open_for_plan(config, new) if new is not None else open_for_plan(config)
@@ -181,12 +180,6 @@ def configured(arguments: list[str]) -> tuple[Config, Parts | None]:
         config.model_fields_set.discard("tokens_per_step")  # the default of one process: see plan_on
     _refuse_without_effect(config, flags.model_fields_set)
     return config, recipe.parts(run)
-
-
-def new_model(parts: Parts, config: Config) -> bool:
-    """True for a run that makes its model from [shape]: its `model` is the tokenizer's folder alone."""
-    folder = Path(config.model)
-    return parts.recipe == "pretrain" and not (folder / "config.json").is_file()
 
 
 def _refuse_without_effect(config: Config, given_fields: Set[str]) -> None:

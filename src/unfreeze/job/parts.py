@@ -40,6 +40,7 @@ class Parts:
     trained       the trained weights and how they are written: Adapters | AllWeights
     objective     the loss; with a second model, `second.objective` replaces it
     start         the model's name -> manifest of the starting model
+    new           True if `start` makes a model: `model` is then the folder of its tokenizer
     encoding      conversion of rows to examples
     after_update  changes to the model after an update, such as the balancing bias
     chat          True if the user's prompts are sent as messages, False if they are continued as text
@@ -75,6 +76,7 @@ class Parts:
     heldout: Heldout | None = None
     source: Callable[[Setup, EncodedData, Placed, Cursor | None], Source] = encoded_rows
     kept: Callable[[Cursor], Mapping[str, Tensor]] = lambda cursor: {}
+    new: bool = False
     metrics: Sequence[Metric] = OF_TOKENS
     before: Sequence[Callable[[Job], None]] = ()
     judge: Callable[[Job], Judge] = spike_guard

@@ -58,9 +58,10 @@ def parts(config: Config) -> Parts:
 
     return Parts(
         recipe="pretrain",
-        trained=AllWeights(indexer=config.training.indexer == "trained"),
+        trained=AllWeights(indexer=config.training.indexer == "trained", new=bool(config.shape.family)),
         objective=cross_entropy,
         start=start,
+        new=bool(config.shape.family),
         encoding={"supervise": "all"},
         after_update=balance,
         before=(measure_baselines,),

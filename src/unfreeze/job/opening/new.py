@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from unfreeze.config.pretrain import Config
 from unfreeze.config.shape import parsed
-from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
 
 
 def new_model(config: Config, folder: str) -> Manifest:
-    """Return the manifest of the new model. folder: the tokenizer's.
+    """Return the manifest of the new model. folder: the tokenizer's; weights in it are not looked at.
 
     Raises ConfigError for a shape that cannot be, CheckpointError for a folder without a tokenizer.
     """
@@ -30,11 +30,6 @@ def new_model(config: Config, folder: str) -> Manifest:
         raise CheckpointError(
             f"tokenizer = {folder!r} is not a folder",
             next="give the folder that holds tokenizer.json; unfreeze tokenizer train makes one",
-        )
-    if path.joinpath("config.json").is_file() and list(path.glob("*.safetensors")):
-        raise ConfigError(
-            f"{folder} holds a model with weights, and [shape] makes a new one",
-            next=f"leave [shape] out and give --model {folder}, or give a folder with its tokenizer alone",
         )
     tokenizer = load_tokenizer(path)
     sizes = config.shape.model_dump(exclude={"family", "config"})

@@ -336,6 +336,19 @@ def start_lines(
     ]
 
 
+def time_line(config: TrainingConfig, start: Manifest, plan: Plan, tokens: int) -> list[str]:
+    """Predicted time of a run that makes a new model; [] for others, and where no rate is known here.
+
+    tokens: of an epoch, without held-out rows. A forecast from real steps follows after 50 of them.
+    """
+    if start.tensors or plan.time is None or plan.work.answers:
+        return []
+    training = config.training
+    steps = training.steps or max(1, round(training.epochs * tokens / training.tokens_per_step))
+    seconds = steps * plan.time.of_passes(plan.work.own_batches)
+    return [f"time: about {format_seconds(seconds)} for {steps:,} steps, predicted; rates {plan.rates}"]
+
+
 def tokens_words(config: TrainingConfig, processes: int) -> str:
     """Return '4,096 tokens', or with several processes '32,768 tokens (4,096 in each of 8 processes)'."""
     tokens = config.training.tokens_per_step
