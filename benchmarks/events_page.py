@@ -29,10 +29,12 @@ from unfreeze.core.schema import (
     NotedRow,
     PlannedRollout,
 )
+from unfreeze.core.schema_beside import NGram
 
 MARKS = tuple(f"<!-- made by benchmarks/events_page.py: {end} -->" for end in ("begin", "end"))
 INSIDE = {
     "Row": NotedRow,
+    "N-gram": NGram,
     "Device": Device,
     "Planned rollout": PlannedRollout,
     "Metric": Metric,

@@ -160,7 +160,8 @@ def check(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             OTHER_FILES[block.title](str(folder / block.title))
             return
         (folder / "block.toml").write_text(block.text)
-        recipe = "grpo" if "reward" in tomllib.loads(block.text) else "sft"
+        told = tomllib.loads(block.text)
+        recipe = "grpo" if "reward" in told else "pretrain" if "shape" in told else "sft"
         check_command(["unfreeze", recipe, "block.toml"], monkeypatch)
     elif block.language == "json":
         assert all(isinstance(json.loads(line), dict) for line in block.text.splitlines())

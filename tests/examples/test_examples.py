@@ -14,15 +14,23 @@ EXAMPLES = sorted(set((ROOT / "examples").rglob("*.toml")) - {ROOT / "examples" 
 """All but a recipe of data clean, which tests/config/test_clean.py reads."""
 
 
+def pretrains(path: Path) -> bool:
+    return "pretrain" in (path.stem, path.parent.name)
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_is_accepted_by_its_recipe(path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    recipe = pretrain if path.stem.startswith("pretrain") else sft
+    recipe = pretrain if pretrains(path) else sft
     config = parse(recipe.Config, [str(path)], command="x", description="")
     assert f"unfreeze {recipe.__name__.rsplit('.', 1)[1]} {path.relative_to(ROOT)}" in path.read_text()
     for name in (config.model, *config.data.files):
         made_by_generator = (
             name.startswith("build/tiny-k2/") and "generate.py --out build/tiny-k2" in path.read_text()
+        ) or (
+            name.startswith(f"build/{path.stem}/")
+            and f"python examples/pretrain/{path.stem}.py" in path.read_text()
+            and path.with_suffix(".py").is_file()
         )
         assert made_by_generator or (ROOT / name).exists(), f"{path.name} names {name}, which no clone has"
 
@@ -31,15 +39,21 @@ def test_an_example_is_accepted_by_its_recipe(path, monkeypatch):
 def test_an_example_says_where_its_paths_count_from_and_so_does_the_error(
     path, monkeypatch, tmp_path, capsys
 ):
-    assert "count from the folder that the command is given in" in path.read_text().split("model =")[0]
+    assert "count from the folder that the command is given in" in path.read_text().split("\nmodel =")[0]
     monkeypatch.chdir(tmp_path)
-    recipe = "pretrain" if path.stem.startswith("pretrain") else "sft"
+    recipe = "pretrain" if pretrains(path) else "sft"
     assert cli.main([recipe, str(path)]) == 2
     assert f".jsonl' is not a file or folder in {tmp_path}\n" in capsys.readouterr().err
     data = tmp_path / "chat.jsonl"
     data.write_text("{}")
     assert cli.main([recipe, str(path), "--data", str(data)]) == 2
-    assert f" does not exist in {tmp_path}\n" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    missing = (
+        f" does not exist in {tmp_path}\n",
+        "tokenizer' is not a folder\n",
+        "held_out.jsonl' is not a file",
+    )
+    assert any(words in error for words in missing)
     assert cli.main([recipe, str(path), "--data", str(tmp_path / "none.jsonl")]) == 2
     assert (
         "none.jsonl' is not a file or folder\n" in capsys.readouterr().err

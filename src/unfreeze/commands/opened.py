@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from unfreeze.commands.plan import Config
     from unfreeze.job.planning.plan import Answering
     from unfreeze.models import Decoder
+    from unfreeze.models.from_shape import Parameters
     from unfreeze.parallel.plan.aside import Aside
     from unfreeze.parallel.plan.counts import Counts
     from unfreeze.parallel.plan.sizes import Sizes
@@ -54,6 +55,15 @@ class Opened:
             self.models[key] = model, counts(model)
         return self.models[key]
 
+    @property
+    def parameters(self) -> Parameters:
+        """Numbers of parameters of a model without packed weights."""
+        import torch
+
+        from unfreeze.models.from_shape import count_parameters
+
+        return count_parameters(self.model(torch.float32, None, "cpu")[0])
+
     def sizes(self, dtype: torch.dtype, lora: LoraConfig | None, kind: str) -> Sizes:
         """Sizes for a device of that kind. They do not depend on the adapters' rank."""
         from unfreeze.parallel.plan import measure_sizes
@@ -83,14 +93,21 @@ class Opened:
         return aside
 
 
-def open_for_plan(config: Config) -> Opened:
-    """Open the model from a checkpoint's headers, or from a config.json alone."""
+def open_for_plan(config: Config, new: Manifest | None = None) -> Opened:
+    """Open the model from a checkpoint's headers, or from a config.json alone.
+
+    new: a model whose config.json is not written yet.
+    """
     from unfreeze import models
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.checkpoint.manifest import Manifest, read_config
     from unfreeze.models.longer import lengthened
 
     path = Path(config.model)
+    if new is not None:
+        start = lengthened(new, config.rope.longer)
+        made = start.config
+        return Opened(lambda dtype, as_stored: models.from_config(made, dtype, as_stored=as_stored), start)
     if path.suffix == ".json" and not path.is_file():
         raise ConfigError(
             f"model = {config.model!r} is not a file", next="give --model a release's config.json"

@@ -130,10 +130,15 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         raise ConfigError(
             "plan needs a model", next="unfreeze plan --model FOLDER_OR_CONFIG.JSON --hardware 8xH200"
         )
-    opened = open_for_plan(config)
+    new = parts.start(config.model, common) if parts is not None and parts.new else None
+    if new is not None and config.dtype == "auto":
+        config = config.model_copy(update={"dtype": "float32"})  # as of a run: new weights train in it
+    opened = open_for_plan(config, new) if new is not None else open_for_plan(config)
     if parts is not None:
         opened.second, opened.answers = parts.second, parts.answers
-    plans = [plan_on(config, _fleet(words, config.machines), opened) for words in config.hardware or (HERE,)]
+    plans = [
+        plan_on(config, fleet_of(words, config.machines), opened) for words in config.hardware or (HERE,)
+    ]
     console = PipeConsole(stderr=common.json, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not common.quiet:
         console.print("\n".join(line for planned in plans for line in planned.lines()))
@@ -158,11 +163,12 @@ def configured(arguments: list[str]) -> tuple[Config, Parts | None]:
     _, recipe = recipe_of(arguments[0])
     run = from_keywords(recipe.Config, {}, function="plan", file=arguments[0])
     flags = parse(Config, arguments[1:], command="plan", description=__doc__ or "")
+    lora: LoraConfig | None = getattr(run, "lora", None)
     of_run = {
         "model": run.model,
         "rope": run.rope,
-        "train": run.train,
-        "lora": _merged(run.lora, flags.lora) if run.lora else flags.lora,
+        "train": getattr(run, "train", "all"),
+        "lora": _merged(lora, flags.lora) if lora else flags.lora,
         "place": run.place.model_copy(update=flags.place.model_dump(exclude_unset=True)),
         "tokens_per_step": run.training.tokens_per_step,
         "sequence_length": run.data.sequence_length,
@@ -221,7 +227,7 @@ def _merged(file: LoraConfig, flags: LoraConfig) -> LoraConfig:
     return LoraConfig(**file.model_dump(exclude_unset=True) | flags.model_dump(exclude_unset=True))
 
 
-def _fleet(words: str, table: str) -> Fleet:
+def fleet_of(words: str, table: str) -> Fleet:
     import torch
 
     from unfreeze.generate.open import device_of
@@ -275,6 +281,7 @@ def plan_on(config: Config, machine: Fleet, opened: Opened | None = None) -> Pla
         rates=rates.source if rates else "",
         dtype=_dtype(config, machine),
         answers=request.work.answers,
+        parameters=opened.parameters if config.train == "all" and not opened.start.tensors else None,
     )
 
 

@@ -11,6 +11,7 @@ from unfreeze.core.errors import printable
 from unfreeze.core.torchrun import nearest_multiples
 from unfreeze.core.units import format_bytes, format_count, format_of, format_step
 from unfreeze.kernels.precision import Precision
+from unfreeze.models.from_shape import Parameters
 from unfreeze.parallel.answers import Answers
 from unfreeze.parallel.plan.choose import PlanChoice
 from unfreeze.parallel.plan.counts import Counts
@@ -26,6 +27,7 @@ class Planned:
     tokens_chosen: True if the plan chose the tokens per step; a run never does.
     micro_batches: as configured; a run refuses a number that is no multiple of the devices.
     answers: those that the model samples before it trains on them, if any.
+    parameters: of a new model, all of whose weights train.
     """
 
     model: str
@@ -45,6 +47,7 @@ class Planned:
     rates: str = ""
     dtype: Precision | None = None
     answers: Answers | None = None
+    parameters: Parameters | None = None
 
     @property
     def runs(self) -> bool:
@@ -85,6 +88,7 @@ class Planned:
                 "disk": choice.places.disk,
             },
             "adapter_parameters": self.adapter_parameters,
+            **({"parameters": self.parameters.fields()} if self.parameters else {}),
             "tokens_per_step": choice.tokens,
             "layout": choice.layout.words(self.counts.num_experts),
             "place": choice.layout.model_dump(),
@@ -114,6 +118,7 @@ class Planned:
         experts = f" in all, experts {format_bytes(self.experts_per_device)} per device"
         lines = [
             f"{printable(self.model)} on {self.fleet.name}: {fits}",
+            *([f"  {self.parameters.words()}"] if self.parameters else []),
             f"  weights {format_bytes(weights)}{experts * (self.counts.num_experts > 0)}",
             f"  {choice.layout.words(self.counts.num_experts)}",
             f"  {choice.tokens:,} tokens {self._each()}{self._chosen()}{adapters}",

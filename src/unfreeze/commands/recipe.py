@@ -9,19 +9,19 @@ from typing import Any, Protocol, cast
 
 from pydantic import BaseModel
 
-from unfreeze.config import sft
 from unfreeze.config.names import earlier, spellings
 from unfreeze.config.parse import read_toml
 from unfreeze.config.recipes import CONFIGS
+from unfreeze.config.training import TrainingConfig
 from unfreeze.job.parts import Parts
 
-RECIPES = ("sft", "prefer", "distill", "grpo")
+RECIPES = ("sft", "prefer", "distill", "grpo", "pretrain")
 
 
 class Recipe(Protocol):
-    """A module of recipes/ that has the fields of sft and its own."""
+    """A module of recipes/. All but pretrain have the fields of sft and their own."""
 
-    Config: type[sft.Config]
+    Config: type[TrainingConfig]
 
     def parts(self, config: Any) -> Parts: ...
 
@@ -30,7 +30,7 @@ def recipe_of(file: str | Path) -> tuple[str, Recipe]:
     """Return the recipe that knows most of the file's keys; on a tie, the first of RECIPES.
 
     So a file with `teacher` is for distill, one with `loss` for prefer, and one with `reward` for grpo. A
-    prefer file without a key of its own is taken for sft.
+    prefer or pretrain file without a key of its own is taken for sft.
     """
     table = read_toml(Path(file).expanduser())
     name = max(RECIPES, key=lambda recipe: _known(CONFIGS[recipe], table))

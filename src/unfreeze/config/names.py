@@ -138,7 +138,7 @@ def _written(
         if name in tables and isinstance(value, BaseModel):
             value = {field: getattr(value, field) for field in value.model_fields_set}
         if name in tables and isinstance(value, Mapping):
-            inner = cast(Mapping[str, Any], value)
+            inner = _gathered(tables[name], cast(Mapping[str, Any], value), every, name)
             if not inner:
                 yield key, name, {}
             for field, of in inner.items():
@@ -163,6 +163,18 @@ def _written(
             raise ConfigError(
                 f"{where}: unknown key {key}{hint}", next=field_next(key, "correct or remove the key")
             )
+
+
+def _gathered(
+    table: type[BaseModel], inner: Mapping[str, Any], every: Mapping[str, str], name: str
+) -> Mapping[str, Any]:
+    """Move the keys that a table does not know into its field REST, if it has one ([shape] does)."""
+    rest: str = getattr(table, "REST", "")
+    strange = [key for key in inner if every.get(f"{name}.{key.replace('-', '_')}") is None]
+    if not rest or not strange or not isinstance(inner.get(rest, {}), Mapping):
+        return inner
+    known = {key: of for key, of in inner.items() if key not in strange}
+    return known | {rest: {**inner.get(rest, {}), **{key.replace("-", "_"): inner[key] for key in strange}}}
 
 
 def _hint(config: type[BaseModel], key: str, near: list[str], *, inside: bool = False) -> str:

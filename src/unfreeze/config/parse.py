@@ -229,7 +229,7 @@ def _missing(config: type[BaseModel], values: Mapping[str, Any]) -> list[Known]:
         for known in fields(config).values()
         if known.info.is_required()
         and known.path not in values
-        and not values.get(said_by.get(known.path, ""))
+        and not any(values.get(other) for other in said_by.get(known.path, "").split())
     ]
 
 

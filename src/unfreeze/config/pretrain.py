@@ -4,13 +4,16 @@
 # pyright: reportIncompatibleVariableOverride=false
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from unfreeze.config import tables
 from unfreeze.config.experts import Experts
+from unfreeze.config.parse import Folder
+from unfreeze.config.shape import Shape
 from unfreeze.config.training import TrainingConfig
+from unfreeze.core.errors import ConfigError
 from unfreeze.core.field import about
 
 
@@ -95,9 +98,48 @@ class Memory(tables.Memory):
 
 
 class Config(TrainingConfig):
-    """All fields of a pretraining run."""
+    """All fields of a pretraining run. A new model is [shape] and a tokenizer; any other is `model`."""
 
+    SAID_BY: ClassVar[dict[str, str]] = {"model": "tokenizer shape.family"}
+
+    tokenizer: Folder = Field(
+        default="",
+        description="with [shape]: folder with the tokenizer of the new model",
+        json_schema_extra=about("Model and data", first=True, since="0.2"),
+    )
+    shape: Shape = Shape()
     data: Data
     optimizer: Optimizer = Optimizer()
     experts: Experts = Experts()
     memory: Memory = Memory()
+
+    @classmethod
+    def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Name the tokenizer's folder as the model of a run with [shape]. Refuse halves of the two."""
+        tokenizer, model = fields.get("tokenizer"), fields.get("model")
+        if not fields.get("shape.family"):
+            if sizes := [name for name, of in fields.items() if _is_size(name, of)]:
+                raise ConfigError(
+                    f"{sizes[0]} is for a new model, and [shape] has no family",
+                    next="give --shape.family qwen3, and --tokenizer FOLDER",
+                )
+            if tokenizer:
+                raise ConfigError(
+                    "tokenizer is for a new model, and [shape] has no family",
+                    next='give [shape] family = "qwen3", or leave tokenizer out',
+                )
+            return fields
+        if not tokenizer:
+            raise ConfigError("[shape] needs a tokenizer", next="give --tokenizer FOLDER")
+        if model and model != tokenizer:
+            raise ConfigError(
+                f"model = {model!r} has a shape of its own, and [shape] is given",
+                next="leave one of them out",
+            )
+        return {**fields, "model": tokenizer}
+
+
+def _is_size(name: str, value: object) -> bool:
+    """True for a field of [shape] that is not at its default."""
+    table, _, field = name.partition(".")
+    return table == "shape" and field in Shape.model_fields and value != Shape.model_fields[field].default

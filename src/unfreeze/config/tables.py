@@ -444,3 +444,10 @@ class Watch(Frozen):
         ),
         json_schema_extra=about("When things go wrong", was="on_spike", computes=False),
     )
+    usd_per_hour: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="price per hour of the machine, for the forecast after 50 steps; unset: no cost",
+        json_schema_extra=about("Output", computes=False, since="0.2"),
+    )

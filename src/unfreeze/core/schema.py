@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NotRequired, Required, get_args, get
 
 from typing_extensions import TypedDict
 
+from unfreeze.core.schema_beside import BaselineEvent, ForecastEvent, GapEvent, OnPolicyEvent
 from unfreeze.core.schema_types import LARGEST as LARGEST
 from unfreeze.core.schema_types import AnyText, CommonFields, Counts, Int, PromptSource, Real, When, of
 
@@ -353,33 +354,6 @@ class RolloutEvent(CommonFields):
     faults: NotRequired[Annotated[dict[AnyText, Int], of("calls", "of tools that went wrong, by kind")]]
 
 
-class OnPolicyEvent(CommonFields):
-    """A distillation step on the student's own answers, sampled directly before it."""
-
-    kind: Literal["on_policy"]
-    answers: Annotated[Int, of("answers", "of the step, one per document")]
-    tokens: Annotated[Int, of("tokens", "sampled tokens; all are supervised")]
-    ended: Annotated[Real, of("share, 0 to 1", "share of the answers that stopped with an end token")]
-    seconds: Annotated[Real, of("seconds", "duration of the sampling")]
-
-
-class GapEvent(CommonFields):
-    """Gap between sampler and trainer, measured on the sample answers.
-
-    The sampler decodes token by token with a KV cache; the trainer runs one packed pass. The gap is the
-    absolute difference of their log-probabilities of each sampled token. There is a `warning` above 1e-4 nats
-    in float32. In bfloat16, rounding alone makes a mean of 0.0005 to 0.008, and sometimes 0.3 if it changes a
-    router's choice (tiny-k2).
-    """
-
-    kind: Literal["gap"]
-    when: Annotated[When, of("before, during or after training")]
-    logprob_gap_mean: Annotated[Real, of("nats", "mean over the tokens")]
-    logprob_gap_max: Annotated[Real, of("nats", "largest")]
-    logprob_gap_tokens: Annotated[Int, of("tokens", "sampled tokens compared")]
-    seconds: NotRequired[Annotated[Real, of("seconds", "duration of answering and comparing")]]
-
-
 class GroupReceipt(TypedDict, total=False):
     """Learning in one group of modules; see make_receipt in `src/unfreeze/adapters/receipt.py`."""
 
@@ -468,6 +442,8 @@ class EndEvent(CommonFields):
 
 Event = (
     DataEvent
+    | BaselineEvent
+    | ForecastEvent
     | PlanEvent
     | TimingEvent
     | LoadEvent

@@ -33,6 +33,7 @@ from unfreeze.job.planning.plan import as_it_began
 from unfreeze.job.planning.residency import transfers_of
 from unfreeze.job.planning.shortage import refused_when_short
 from unfreeze.job.setup import EncodedData, Placed, Setup, begun, encoded, opened, placed, planned, watched
+from unfreeze.job.watch.forecast import ForecastOnce
 from unfreeze.job.watch.receipts import receipt_of
 from unfreeze.job.watch.validation import best_is_written, write_best
 
@@ -167,6 +168,8 @@ class Job:
             self.samples.say("before", 0)
         for hook in self.validation:
             hook.first()
+        for measure in self.setup.parts.before if state.step == 0 else ():
+            measure(self)
         reset_peak_bytes(self.setup.device)
         take_up()  # all imports are done
         with saved_before(state, saves.keep, self.rows.dataset.stream is not None, self.group):
@@ -204,6 +207,7 @@ class Job:
             *self.validation,
             *self.rows.followed,
             *parts.on_step,
+            ForecastOnce(self.config.save, self.config.watch, validates=bool(self.validation)),
         ]
 
     def write(self, *, finished: bool) -> None:

@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from unfreeze.train.state import State
 
 
-def all_weights(training: Training, balance_rate: float) -> AllWeights:
-    """The trained part of a run without adapters: every weight, or the experts that training.only names."""
+def all_weights(training: Training, balance_rate: float, *, new: bool = False) -> AllWeights:
+    """The trained part of a run without adapters: every weight, or the experts that training.only names.
+
+    new: True for a model that is made of [shape].
+    """
     if training.only:
         return OnlyExperts(training.only, balance_rate)
-    return AllWeights(indexer=training.indexer == "trained")
+    return AllWeights(indexer=training.indexer == "trained", new=new)
 
 
 def balanced(rate: float, only: str) -> Callable[[Decoder], Sequence[LossFreeBalance]]:

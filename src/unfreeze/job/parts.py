@@ -40,6 +40,7 @@ class Parts:
     trained       the trained weights and how they are written: Adapters | AllWeights
     objective     the loss; with a second model, `second.objective` replaces it
     start         the model's name -> manifest of the starting model
+    new           True if `start` makes a model: `model` is then the folder of its tokenizer
     encoding      conversion of rows to examples
     beside        (the model, its objective) -> the objective with what trains beside it, such as a loss that
                   balances experts
@@ -61,6 +62,7 @@ class Parts:
     close         called when the run has ended, however it did
     plan_check    raises ConfigError for a plan that the recipe cannot train with
     interrupt     notices Ctrl-C and SIGTERM while the run trains; a source may look at it
+    before        called once with the run, after the first validation and before the first step of a new run
     start_lines   lines shown at the start, after model, memory and trained weights
     """
 
@@ -77,7 +79,9 @@ class Parts:
     heldout: Heldout | None = None
     source: Callable[[Setup, EncodedData, Placed, Cursor | None], Source] = encoded_rows
     kept: Callable[[Cursor], Mapping[str, Tensor]] = lambda cursor: {}
+    new: bool = False
     metrics: Sequence[Metric] = OF_TOKENS
+    before: Sequence[Callable[[Job], None]] = ()
     judge: Callable[[Job], Judge] = spike_guard
     answers: Answering | None = None
     rows_check: Callable[[Setup, EncodedData], None] = refuse_changed_rows

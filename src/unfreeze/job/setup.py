@@ -49,6 +49,7 @@ from unfreeze.job.planning.plan import (
     emit_plan,
     export_hint,
     start_lines,
+    time_line,
 )
 from unfreeze.job.planning.residency import clips_of, keep_boundary, optimizer_of, refuse_samples
 from unfreeze.job.source import with_second
@@ -192,7 +193,8 @@ def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
         scalable(model)  # refuses a model whose heads cannot be scaled, before weights are loaded
 
     disk = disk_of(config, parts.trained, setup.start, plan)
-    lines = start_lines(config, parts.trained, setup.start, setup.shape, plan, disk, parts.second)
+    lines = start_lines(config, parts.trained, setup.start, setup.shape, plan, disk, model, parts.second)
+    lines += time_line(config, setup.start, plan, sum(lengths))
     lines += [*parts.start_lines, dtype_line(setup.dtype)]
     export = export_hint(parts.trained.lora, setup.start, model)
     emit_plan(folder, plan, group, lines, predicted_ops(setup.device, dtype), disk=disk, export=export)

@@ -141,6 +141,7 @@ class AllWeights:
     An MoE router's selection bias is not a parameter: only the load balancing of `pretrain` changes it.
 
     indexer: True if indexers of sparse attention train too; else they are frozen.
+    new: True for a new model, whose folder gave its tokenizer alone: no other file of it is copied.
 
     strict False: a matrix without a gradient in the first step is only a warning, because a run of days
     should not stop for one expert.
@@ -150,8 +151,8 @@ class AllWeights:
     begins = ""
     lora: LoraConfig | None = None
 
-    def __init__(self, *, indexer: bool = False):
-        self._indexer = indexer
+    def __init__(self, *, indexer: bool = False, new: bool = False):
+        self._indexer, self._new = indexer, new
 
     def check(self, manifest: Manifest) -> None:
         """Raise ConfigError for a model that cannot be trained in full and written back.
@@ -204,6 +205,8 @@ class AllWeights:
         If the run is killed, the folder is complete or absent.
         """
         extra = files_beside(manifest.path)
+        if self._new:
+            extra = {name: file for name, file in extra.items() if name in TOKENIZER_FILES}
         if not state.model.sharded:
             mesh.all.on_rank0(lambda: self._write(state, manifest, folder, extra))
             return

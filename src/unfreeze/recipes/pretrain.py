@@ -1,14 +1,14 @@
 """unfreeze pretrain run.toml: train all weights on text, from random weights or from a checkpoint.
 
-For random weights give a folder with config.json and a tokenizer. The loss counts every token. The result is
-written to <out>/model in the format its config.json declares: with a quantization_config, the modules it
-names are rounded to INT4 at the end, as Kimi-K2's are.
+For random weights give [shape] and a tokenizer, or a folder with config.json and a tokenizer. The loss counts
+every token. The result is written to <out>/model in the format its config.json declares: with a
+quantization_config, the modules it names are rounded to INT4 at the end, as Kimi-K2's are.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.parse import parse
 from unfreeze.config.pretrain import Config
@@ -16,8 +16,13 @@ from unfreeze.core.command import Common
 from unfreeze.job import job
 from unfreeze.job.end.folder import typed
 from unfreeze.job.only import all_weights, balanced
+from unfreeze.job.opening.new import new_model
 from unfreeze.job.parts import Parts
 from unfreeze.job.source import encoded_rows, growing_rows
+from unfreeze.job.watch.baselines import measure_baselines
+
+if TYPE_CHECKING:
+    from unfreeze.checkpoint import Manifest
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -39,19 +44,25 @@ def parts(config: Config) -> Parts:
     from unfreeze.objectives.cross_entropy import cross_entropy
     from unfreeze.recipes.experts import beside, source, watches
 
-    stages, rate = config.data.stages, config.optimizer.balance_rate
+    stages, rate, new = config.data.stages, config.optimizer.balance_rate, bool(config.shape.family)
     rows = partial(growing_rows, stages) if stages else encoded_rows
+
+    def start(model: str, common: Common) -> Manifest:
+        return new_model(config, model) if new else job.open_start(model, common)
+
     return Parts(
         recipe="pretrain",
-        trained=all_weights(config.training, rate),
+        trained=all_weights(config.training, rate, new=new),
         objective=cross_entropy,
-        start=job.open_start,
+        start=start,
+        new=new,
         encoding={"supervise": "all"},
         beside=beside(config.experts),
         after_update=balanced(rate, config.training.only),
         source=source(config.experts, rows),
         start_lines=[_growing(config)] if stages else [],
         on_step=watches(rate, config.experts),
+        before=(measure_baselines,),
         chat=False,
     )
 

@@ -35,7 +35,9 @@ from unfreeze.core.schema import (
 )
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.report.balance import Balance, balance_of
+from unfreeze.report.baselines import baseline_words
 from unfreeze.report.events import E, evals_of, expert_load, last, of_kind, read_events, refuse_damage, series
+from unfreeze.report.forecast import forecast_and_actual
 from unfreeze.report.metrics import metrics_of
 from unfreeze.report.tables import count_trained
 from unfreeze.report.times import time_words, tokens_per_second
@@ -178,6 +180,8 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     elif held_out := series(evals_of(run.events), "eval", "loss")[1]:
         ends = f"{held_out[0]:.3f} → {held_out[-1]:.3f}; lowest {min(held_out):.3f}"
         rows.append(("Held-out loss", ends if len(held_out) > 1 else f"{held_out[0]:.3f}"))
+    if scale := baseline_words(run.events):
+        rows.append(("Bits per byte", scale))
     if best := best_words(run):
         rows.append(("Best", best))
     if early := last(run.events, EarlyStopEvent):
@@ -188,6 +192,8 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
         rows.append(("Processes", processes))
     if run.train:
         rows.append(("Time", time_words(run.events)))
+    if words := forecast_and_actual(run.events):
+        rows.append(("Forecast", words))
     if run.tokens_per_second is not None:
         rows.append(("Tokens per second", f"{run.tokens_per_second:,.0f}"))
     if peaks:

@@ -20,11 +20,13 @@ from rich.table import Column
 from rich.text import Text
 
 from unfreeze.core.schema import (
+    BaselineEvent,
     DataEvent,
     EarlyStopEvent,
     EndEvent,
     EvalEvent,
     Event,
+    ForecastEvent,
     LoadEvent,
     PlanEvent,
     ReceiptEvent,
@@ -35,7 +37,9 @@ from unfreeze.core.schema import (
     WarningEvent,
 )
 from unfreeze.core.units import format_bytes, format_seconds
+from unfreeze.report.baselines import baseline_line
 from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers, unreached
+from unfreeze.report.forecast import forecast_words
 from unfreeze.report.run import decimal_bytes, early_words, load_words
 from unfreeze.report.tables import plan_table, receipt_table, receipt_text, receipt_verdict
 from unfreeze.tracking.console import PipeConsole
@@ -195,6 +199,13 @@ class LiveProgress:
 
     def _on_eval(self, event: EvalEvent) -> None:
         self._display.line(f"step {event['step']}: {eval_words(event)}")
+
+    def _on_baseline(self, event: BaselineEvent) -> None:
+        for line in folded(baseline_line(event)):
+            self._display.line(line)
+
+    def _on_forecast(self, event: ForecastEvent) -> None:
+        self._display.line(forecast_words(event))
 
     def _on_save(self, event: SaveEvent) -> None:
         self._display.line(f"step {event['step']}: saved {event.get('path', '')}")

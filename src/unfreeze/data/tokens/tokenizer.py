@@ -161,6 +161,10 @@ class Tokenizer:
         """
         return self._backend.bytes_of(id)
 
+    def token_bytes(self, id: int) -> bytes | None:
+        """Return the bytes that a token adds to a text: bytes_of, but none for a special token."""
+        return b"" if id in self.special_ids else self._backend.bytes_of(id)
+
     def _turn_end(self) -> int | None:
         """Return the special token with which the template closes an assistant's turn, or None.
 

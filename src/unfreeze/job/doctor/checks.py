@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.names import of_today
 from unfreeze.config.training import TrainingConfig
+from unfreeze.core.command import Common
 from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.torchrun import sharers
 from unfreeze.core.units import format_bytes
@@ -20,6 +21,7 @@ from unfreeze.core.writer import writer
 from unfreeze.job.data import few_steps, steps_of
 from unfreeze.job.doctor.finding import Finding, Level
 from unfreeze.job.doctor.machine import check_machine
+from unfreeze.job.doctor.numerics import check_numerics
 from unfreeze.job.end.folder import with_files
 from unfreeze.job.opening.precision import in_dtype
 from unfreeze.job.parts import Parts
@@ -35,9 +37,6 @@ if TYPE_CHECKING:
     from unfreeze.models import Shape
     from unfreeze.parallel.plan import Plan
 
-SMOKE_TOKENS = 32
-# the numerics check loads no larger model: 4 GiB take seconds to read, 594 GB take an hour
-SMOKE_BYTES = 4 * 2**30
 ALL_TAUGHT = 0.98  # if more of the conversations' tokens carry loss, the mask is most likely lost
 
 
@@ -57,7 +56,9 @@ class Subject:
         from unfreeze.checkpoint import open_checkpoint
         from unfreeze.models.longer import lengthened
 
-        return lengthened(open_checkpoint(self.config.model), self.config.rope.longer)
+        parts, model = self.parts, self.config.model  # distill's own start also checks the teacher
+        start = parts.start(model, Common(quiet=True)) if parts.new else open_checkpoint(model)
+        return lengthened(start, self.config.rope.longer)
 
     @cached_property
     def shape(self) -> Shape:
@@ -147,10 +148,15 @@ def check_checkpoint(subject: Subject) -> Iterator[Finding]:
     from unfreeze import models
     from unfreeze.checkpoint.resolve import resolve
     from unfreeze.generate.open import dtype_of
+    from unfreeze.models.from_shape import count_parameters
     from unfreeze.parallel.placement.place import check_coverage
 
     manifest, shape = subject.manifest, subject.shape
     model = models.meta_model(shape, manifest, dtype_of(subject.config.memory.dtype))
+    if subject.parts.new:
+        words = count_parameters(model).words()
+        yield Finding("checkpoint", "ok", f"{shape.model_type}: a new model of {words}; no weights yet")
+        return
     buffers = model.state_dict(keep_vars=True).keys()
     wanted = [
         *model.named_parameters(),
@@ -430,56 +436,6 @@ def check_run(subject: Subject) -> Iterator[Finding]:
         done = record.get("ended") or record["step"] >= record["schedule"]["steps"]
         ends = "is finished at" if done else "resumes from"
         yield Finding("run", "ok", f"{folder} {ends} step {record['step']}")
-
-
-def check_numerics(subject: Subject) -> Iterator[Finding]:
-    """Run one forward pass of 32 tokens and check that every number is finite."""
-    if subject.manifest.nbytes > SMOKE_BYTES:
-        size = format_bytes(subject.manifest.nbytes)
-        yield Finding(
-            "numerics", "skip", f"the model has {size}; this check loads at most {format_bytes(SMOKE_BYTES)}"
-        )
-        return
-    import torch
-
-    from unfreeze.data import Example, pack
-    from unfreeze.generate.open import dtype_of, open_model
-    from unfreeze.objectives.cross_entropy import cross_entropy
-
-    # no warnings: check_checkpoint has reported these notes
-    model = open_model(
-        subject.manifest,
-        dtype_of(subject.config.memory.dtype),
-        subject.device,
-        warn=lambda note: None,
-        as_stored=True,
-    )
-    worst = [name for name, tensor in model.named_parameters() if not bool(tensor.isfinite().all())]
-    if worst:
-        yield Finding(
-            "numerics",
-            "fault",
-            f"{len(worst)} weights hold NaN or infinity; first: {worst[0]}",
-            "download the checkpoint again",
-        )
-        return
-    tokens = [(7 * i) % subject.shape.vocab_size for i in range(SMOKE_TOKENS)]
-    batch = pack([Example(tokens, [0.0] + [1.0] * (SMOKE_TOKENS - 1))]).to(subject.device)
-    with torch.no_grad():
-        hidden_TD = model.hidden(batch)
-        loss = cross_entropy(hidden_TD, model.lm_head, batch)
-    largest, mean = float(hidden_TD.abs().max()), float(loss.sum) / float(loss.count)
-    line = (
-        f"{SMOKE_TOKENS} tokens in {subject.config.memory.dtype}: largest hidden value {largest:.3g}, loss"
-        f" {mean:.2f}"
-    )
-    finite = bool(hidden_TD.isfinite().all()) and mean == mean
-    yield Finding(
-        "numerics",
-        "ok" if finite else "fault",
-        line,
-        "" if finite else "--dtype float32, or: unfreeze dev bisect MODEL --against hf",
-    )
 
 
 CHECKS: tuple[tuple[str, Check, tuple[str, ...]], ...] = (

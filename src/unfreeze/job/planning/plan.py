@@ -295,13 +295,17 @@ def start_lines(
     shape: Shape,
     plan: Plan,
     disk: Disk,
+    model: Decoder,
     second: Second | None = None,
 ) -> list[str]:
     """The plan in three lines: model, memory, trained weights; and a line for the second model if any."""
+    from unfreeze.models.from_shape import count_parameters
     from unfreeze.parallel.plan.words import all_parameters, experts_held, groups_of
 
     experts = shape.expert_words
     files = f"{decimal_bytes(start.nbytes)} in files" if start.tensors else "no weights yet"
+    if not start.tensors:
+        files = f"{count_parameters(model).words()}, {files}"
     if trained.lora is None:
         what = f"every weight{trained.begins}"
     else:
@@ -329,6 +333,19 @@ def start_lines(
         *([f"positions: {shape.max_positions:,} ({start.longer})"] if start.longer else []),
         *([second.said(start)] if second else []),
     ]
+
+
+def time_line(config: TrainingConfig, start: Manifest, plan: Plan, tokens: int) -> list[str]:
+    """Predicted time of a run that makes a new model; [] for others, and where no rate is known here.
+
+    tokens: of an epoch, without held-out rows. A forecast from real steps follows after 50 of them.
+    """
+    if start.tensors or plan.time is None or plan.work.answers:
+        return []
+    training = config.training
+    steps = training.steps or max(1, round(training.epochs * tokens / training.tokens_per_step))
+    seconds = steps * plan.time.of_passes(plan.work.own_batches)
+    return [f"time: about {format_seconds(seconds)} for {steps:,} steps, predicted; rates {plan.rates}"]
 
 
 def tokens_words(config: TrainingConfig, processes: int) -> str:

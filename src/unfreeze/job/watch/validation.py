@@ -258,12 +258,34 @@ def validation_of(
 
 
 def supervised_bytes(examples: Sequence[Example], tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of the supervised text, after the shift. Special tokens count 0."""
-    return sum(
-        _span_bytes(example.tokens, first, end, tokenizer)
-        for example in examples
-        for first, end in _spans(example.weights)
-    )
+    """UTF-8 bytes of the supervised text, after the shift. Special tokens count 0.
+
+    Counted from the bytes of the tokens themselves, so that a character cut by the end of a piece is not
+    counted as U+FFFD. A tokenizer that is not byte-level has no bytes of a token; its text is decoded.
+    """
+    lengths = _TokenLengths(tokenizer)
+    total = 0
+    for example in examples:
+        for first, end in _spans(example.weights):
+            tokens = example.tokens[first:end]
+            counted = [lengths[token] for token in tokens]
+            known = [count for count in counted if count is not None]
+            whole = len(known) == len(counted)
+            total += sum(known) if whole else _span_bytes(example.tokens, first, end, tokenizer)
+    return total
+
+
+class _TokenLengths(dict[int, "int | None"]):
+    """Token -> its number of bytes; None if the tokenizer is not byte-level."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> int | None:
+        stored = self._tokenizer.token_bytes(token)
+        self[token] = None if stored is None else len(stored)
+        return self[token]
 
 
 def _spans(weights: Sequence[float]) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,40 @@
+"""The forecast event: after AT steps of a session, how long the run will take, and what it will cost."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from unfreeze.report.events import read_events
+from unfreeze.report.forecast import Rhythm, forecast
+
+if TYPE_CHECKING:
+    from unfreeze.config.tables import Save, Watch
+    from unfreeze.train.state import State
+    from unfreeze.train.step import StepResult
+
+AT = 50
+"""Steps of a session before the forecast. A run of fewer than twice as many has none: half of it is over."""
+
+
+class ForecastOnce:
+    """Hook of fit(): emits the forecast event once in a session. Its clock is the run's own events."""
+
+    def __init__(self, save: Save, watch: Watch, *, validates: bool):
+        self._save, self._watch, self._validates = save, watch, validates
+        self._begun: int | None = None
+
+    def __call__(self, state: State, result: StepResult) -> None:
+        self._begun = state.step - 1 if self._begun is None else self._begun
+        steps = state.schedule.steps
+        if state.step - self._begun != AT or steps - self._begun < 2 * AT or state.run.events.path is None:
+            return
+        rhythm = Rhythm(
+            steps, self._watch.validate_every, self._save.every, self._save.minutes, self._validates
+        )
+        made = forecast(read_events(state.run.events.path), rhythm)
+        if made is None:
+            return
+        price = self._watch.usd_per_hour
+        usd = {"usd": made.seconds / 3600 * price} if price else {}
+        state.run.events.emit("forecast", state.step, **asdict(made), **usd)
