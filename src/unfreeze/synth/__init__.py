@@ -2,6 +2,7 @@
 
 recipe.py     a recipe's file: prompts, sampling, checks, prices
 prompts.py    seeds and a recipe -> requests, each with the most tokens that it may read and write
+judging.py    the second stage of pairs: a judge's questions about two answers
 plan.py       the folder of a plan: what is asked, what it costs at worst, the ceiling
 run.py        sends what is missing, under the ledger (teach/ledger.py); usage.py checks what a server says it
               counted

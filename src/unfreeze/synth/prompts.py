@@ -42,7 +42,7 @@ class Seed:
 
     @property
     def name(self) -> str:
-        """Its field id, or its line."""
+        """The field id, or the line."""
         named = self.fields.get("id")
         return str(named) if isinstance(named, str | int) else str(self.row)
 
@@ -75,7 +75,7 @@ def read_seeds(path: Path) -> Iterator[Seed]:
 
 def fields_of(template: str, name: str) -> list[str]:
     """Return the fields that a template names. Raises ConfigError for a single brace; name: of its key."""
-    found: list[str] = []
+    names: list[str] = []
     for match in FIELD.finditer(template):
         if match[0] in ("{{", "}}"):
             continue
@@ -84,8 +84,8 @@ def fields_of(template: str, name: str) -> list[str]:
                 f"{name}: {match[0]!r} at character {match.start() + 1} is no {{field}}",
                 next="{field}, or {{ and }} for braces",
             )
-        found.append(match[1].strip())
-    return found
+        names.append(match[1].strip())
+    return names
 
 
 def filled(template: str, seed: Seed) -> str:

@@ -117,7 +117,7 @@ class Watch:
     came: int = 0
     in_a_row: int = 0
     began: float = field(default_factory=time.monotonic)
-    said: float = field(default_factory=time.monotonic)
+    last_line: float = field(default_factory=time.monotonic)
 
     def __call__(self, come: Come | None) -> bool:
         """Look at what came; True: ask no more."""
@@ -132,8 +132,8 @@ class Watch:
                 self.stopped = come
         elif come is not None:
             raise come
-        if time.monotonic() - self.said > SAY_EVERY:
-            self.said = time.monotonic()
+        if time.monotonic() - self.last_line > SAY_EVERY:
+            self.last_line = time.monotonic()
             self.show(self.line())
         return self.stopped is not None
 

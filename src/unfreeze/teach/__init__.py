@@ -6,7 +6,7 @@ teacher.py      a checkpoint, a run, or the model itself without its adapters, q
 store.py        a teacher's outputs on disk: the top-K tokens at each supervised token
 coding.py       the encoding of such an entry
 endpoint.py     a server's top tokens, checked; address.py validates a server's address, client.py sends
-                requests, budget.py limits their cost, served.py writes the results into the store
+                requests, budget.py and ledger.py limit their cost, served.py fills the store
 inside.py       the only access to a teacher's layers and to the corrector (docs/howto/teacher_layers.md:
                 rarely useful)
 on_policy.py    steps on the student's own answers
