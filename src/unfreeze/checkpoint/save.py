@@ -20,7 +20,6 @@ from torch import Tensor
 from unfreeze.checkpoint.keymap import StackRule, tensor_sources
 from unfreeze.checkpoint.manifest import INDEX
 from unfreeze.checkpoint.tensors import NAME
-from unfreeze.core.atomic import sync_folder, write_file
 from unfreeze.core.errors import FULL, CheckpointError
 from unfreeze.core.files import begin, sync_folder, write_file
 from unfreeze.core.units import format_bytes

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from unfreeze.core.atomic import sync_folder
 from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.core.files import sync_folder
 from unfreeze.core.whole_lines import appending, whole_lines
 from unfreeze.synth.prompts import Request
 from unfreeze.synth.run import NO, OF_ONE, Open, looked_at, now

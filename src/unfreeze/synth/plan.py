@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from unfreeze.core.atomic import write_file
 from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.core.files import write_file
 from unfreeze.core.whole_lines import whole_lines
 from unfreeze.synth.judging import most_of
 from unfreeze.synth.prompts import Requests, read_seeds

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from unfreeze.core.atomic import write_file
+from unfreeze.core.files import write_file
 from unfreeze.data.rows.row import Conversation, Message
 from unfreeze.rollout.verdicts import Verdict
 from unfreeze.synth.judging import pair_of
