@@ -367,3 +367,16 @@ def test_a_full_disk_is_seen_before_anything_is_written(tmp_path, monkeypatch, c
     said = refused(capsys, model, "--out", tmp_path / "moe")
     assert "disk: 1 files take" in said
     assert not (tmp_path / "moe").exists()
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_fields_that_a_config_leaves_to_its_class_are_written_out(kind, tmp_path):
+    """Mixtral's defaults are others: rope_theta 1e6, eps 1e-5, 8 key-value heads."""
+    model = random_model(tmp_path / "dense", kind, {"num_key_value_heads": 4, "head_dim": 16})
+    config = json.loads((model / "config.json").read_text())
+    left_out = ["rope_parameters", "rms_norm_eps", "tie_word_embeddings"]
+    left_out += ["num_key_value_heads", "head_dim"] if kind == "Llama" else []
+    short = {name: value for name, value in config.items() if name not in left_out}
+    (model / "config.json").write_text(json.dumps(short))
+    out = upcycled(model, tmp_path / "moe", "--experts", 4)
+    assert (logits(out) - logits(model)).abs().max() <= 1e-5

@@ -17,6 +17,7 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.sft import Config
 from unfreeze.core.layout import GIB, RESIDENT
 from unfreeze.job.planning import plan as job_plan
+from unfreeze.job.trained import Adapters
 from unfreeze.parallel import machine
 from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.parallel.plan import USABLE, layouts, plan_here
@@ -279,7 +280,7 @@ def test_a_second_model_is_measured_once_for_all_places_that_are_tried(chat_rows
     )
     config = Config.model_validate({"model": str(TINY_K2), "data": [str(chat_rows)]})
     start = open_checkpoint(TINY_K2)
-    given = config, SimpleNamespace(lora=LoraConfig(rank=2)), start, models.shape(start.config)
+    given = config, Adapters(LoraConfig(rank=2), 0), start, models.shape(start.config)
     second = SimpleNamespace(aside=lambda *of: asked.append(of) or Aside(stays=2**30))
     folder = SimpleNamespace(step=0)
     planning = job_plan.Planning(*given, torch.device("cpu"), [5, 7], second=second)
@@ -315,7 +316,7 @@ def test_processes_with_unequal_memory_agree_on_the_smaller_buffer(chat_rows, mo
     fields["memory"] = {"dtype": "float32"}
     config = Config.model_validate({"model": str(TINY_K2), **fields})
     start = open_checkpoint(TINY_K2)
-    given = config, SimpleNamespace(lora=LoraConfig(rank=2)), start, models.shape(start.config)
+    given = config, Adapters(LoraConfig(rank=2), 0), start, models.shape(start.config)
     rooms.bytes = 2**40
     needed = job_plan.Planning(*given, torch.device("cpu"), [5, 7]).first()[1]
     most = needed.total - needed.terms["expert buffers"] // 4

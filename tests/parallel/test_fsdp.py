@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.core.layout import RESIDENT, Layout
 from unfreeze.core.rows import Rows
 from unfreeze.job.planning.plan import Planning
+from unfreeze.job.trained import AllWeights
 from unfreeze.models.factory import from_config
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.placement.fsdp import Sharded, chunk, placement_of_rows
@@ -328,7 +328,7 @@ def test_auto_divides_where_memory_asks_for_it_and_says_why(monkeypatch: pytest.
         monkeypatch.setattr(
             "unfreeze.parallel.machine.hardware", lambda place: Hardware("cpu", "here", 2, bytes_, bytes_)
         )
-        trained: Any = SimpleNamespace(lora=None)
+        trained: Any = AllWeights()
         shape, cpu = models.shape(LLAMA), torch.device("cpu")
         return Planning(config, trained, start, shape, cpu, processes=2, longest=256).first()[1]
 
