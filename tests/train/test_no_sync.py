@@ -21,11 +21,16 @@ from unfreeze.core.batch import Batch
 from unfreeze.kernels.expert_mlp import fused_expert_mlp
 from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.models.blocks import experts
+from unfreeze.models.blocks.taps import Taps
+from unfreeze.models.matrices import hidden_matrices
+from unfreeze.models.queries import scalable
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.processes.collectives import ALONE
 from unfreeze.quant.int4 import Int4
 from unfreeze.train import step as step_module
+from unfreeze.train.muon import Muon
 from unfreeze.train.optim import AdamW
+from unfreeze.train.qk_clip import LargestLogits, QkClip
 from unfreeze.train.step import train_step
 
 KIMI = {
@@ -166,12 +171,17 @@ class Two:
         self.exchanges += 1
 
 
+def dense(config: dict) -> models.Decoder:
+    """A model whose every weight trains, without values."""
+    return models.build(models.shape(config), dtype=torch.bfloat16, device="cpu").to("meta")
+
+
 def meta_step(
-    config, monkeypatch, recompute: str, objective=cross_entropy, group=ALONE
+    config, monkeypatch, recompute: str, objective=cross_entropy, group=ALONE, made=None
 ) -> tuple[list[str], list[int]]:
     """One step of a model without values -> (what would have waited, sizes of what was read)."""
-    model, read = build(config, "meta"), []
-    optimizer = AdamW(model)
+    model, read = build(config, "meta") if made is None else dense(config), []
+    optimizer = AdamW(model) if made is None else made(model)
 
     def numbers(tensor):
         read.append(tensor.numel())
@@ -203,6 +213,31 @@ def test_a_step_reads_once(config, recompute, grouped, monkeypatch):
     meta_step(config, monkeypatch, recompute)  # tables that are made once per process
     found, read = meta_step(config, monkeypatch, recompute)
     assert found == [] and len(read) == 1
+
+
+def test_muon_and_qk_clip_never_wait(grouped, monkeypatch):
+    """The update is part of the step; the clip comes after it, with the logits that the step left."""
+
+    def muon(model):
+        return Muon(model, hidden_matrices(model))
+
+    meta_step(QWEN, monkeypatch, "selective", made=muon)
+    found, read = meta_step(QWEN, monkeypatch, "selective", made=muon)
+    assert found == [] and len(read) == 1
+
+    model = dense(KIMI)
+    heads = scalable(model)
+    logits = LargestLogits(cross_entropy, list(heads))
+    clip = QkClip(model, muon(model), logits, 100.0, ALONE)
+    batch, watch = batch_of((16, 8)).to("meta"), Watch("meta")
+    model.hidden(batch, taps=Taps(logits.taps))  # tables that are made once per process
+    with watch:
+        taps = Taps(logits.taps)
+        logits(model.hidden(batch, taps=taps), model.lm_head, batch, taps.found)
+        clip({})
+    assert watch.found == []
+    with watch, pytest.raises(RuntimeError, match="meta"):  # control arm: a clip that asks for a head over it
+        bool((torch.ones(2, device="meta") > 1).any())
 
 
 def test_a_step_of_several_processes_reads_once_too(grouped, monkeypatch):
