@@ -12,7 +12,7 @@ from unfreeze.config import tables
 from unfreeze.config.experts import Experts
 from unfreeze.config.parse import Folder
 from unfreeze.config.shape import Shape
-from unfreeze.config.training import TrainingConfig
+from unfreeze.config.training import TrainingConfig, portable
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.field import about
 
@@ -131,12 +131,12 @@ class Config(TrainingConfig):
             return fields
         if not tokenizer:
             raise ConfigError("[shape] needs a tokenizer", next="give --tokenizer FOLDER")
-        if model and model != tokenizer:
+        if model and portable(str(model)) != portable(str(tokenizer)):
             raise ConfigError(
                 f"model = {model!r} has a shape of its own, and [shape] is given",
                 next="leave one of them out",
             )
-        return {**fields, "model": tokenizer}
+        return {**fields, "model": model or tokenizer}
 
 
 def _is_size(name: str, value: object) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import BeforeValidator, Field
+from tyro.conf import FlagConversionOff
 
 from unfreeze.config.columns import AsTable
 from unfreeze.config.parse import Frozen
@@ -109,8 +110,10 @@ class Shape(Frozen):
         description="experts that every token uses (deepseek_v3)",
         json_schema_extra=_shape(),
     )
-    tie_word_embeddings: bool = Field(
-        default=True, description="one matrix for embedding and output", json_schema_extra=_shape()
+    tie_word_embeddings: Annotated[bool, FlagConversionOff] = Field(
+        default=True,
+        description="one matrix for embedding and output: True or False",
+        json_schema_extra=_shape(),
     )
     config: Annotated[tuple[str, ...], BeforeValidator(entries), AsTable()] = Field(
         default=(),

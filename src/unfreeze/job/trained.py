@@ -45,6 +45,7 @@ class Adapters:
     """
 
     name, marker, strict, when_interrupted = "adapter", "adapter_config.json", True, True
+    new = False
     begins = ""  # suffix of the plan's line: where the adapters' first values come from
 
     def __init__(self, lora: LoraConfig, seed: int):
@@ -152,7 +153,7 @@ class AllWeights:
     lora: LoraConfig | None = None
 
     def __init__(self, *, indexer: bool = False, new: bool = False):
-        self._indexer, self._new = indexer, new
+        self._indexer, self.new = indexer, new
 
     def check(self, manifest: Manifest) -> None:
         """Raise ConfigError for a model that cannot be trained in full and written back.
@@ -205,7 +206,7 @@ class AllWeights:
         If the run is killed, the folder is complete or absent.
         """
         extra = files_beside(manifest.path)
-        if self._new:
+        if self.new:
             extra = {name: file for name, file in extra.items() if name in TOKENIZER_FILES}
         if not state.model.sharded:
             mesh.all.on_rank0(lambda: self._write(state, manifest, folder, extra))

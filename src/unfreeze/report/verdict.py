@@ -82,7 +82,7 @@ def judged(run: RunFolder) -> tuple[str, bool]:
     "learnt" needs a finished run that saw all of its data in enough steps, and proof in its events
     (report/learnt.py). Otherwise the problem follows, with a remedy.
     """
-    model, what = Path(run.source("model")).name or "The model", _what(run)
+    model, what = _model(run) or "The model", _what(run)
     if not run.train:
         return f"{model} has made no training step.", False
     evidence, time = finding(run), f"{format_seconds(run.seconds)} of training"
@@ -102,8 +102,14 @@ def judged(run: RunFolder) -> tuple[str, bool]:
 
 def subject(run: RunFolder) -> str:
     """Title such as 'tiny-k2 on yoda_train.jsonl', as far as known; else the folder's name."""
-    model, data = Path(run.source("model")).name, _files(run)
+    model, data = _model(run), _files(run)
     return " on ".join(part for part in (model, data) if part) or run.name
+
+
+def _model(run: RunFolder) -> str:
+    """Name of the model; a new one has none, and its `model` is its tokenizer's folder."""
+    family = run.config.get("shape.family")
+    return f"A new {family}" if family else Path(run.source("model")).name
 
 
 def _files(run: RunFolder) -> str:

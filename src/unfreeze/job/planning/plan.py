@@ -326,8 +326,9 @@ def start_lines(
         groups = f" in {groups_of(plan)} groups a layer" if groups_of(plan) else ""
         because = f" because {plan.why_layout}" if plan.why_layout else ""
         experts += f", from {layout.experts}{groups}{because}"
+    name = "new" if trained.new else Path(config.model).name
     return [
-        f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
+        f"model: {name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
         f"memory: {taken} of {room}; disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
         f"trains: {what}; {tokens_words(config, plan.work.processes)} {config.OF_TOKENS}",
         *([f"positions: {shape.max_positions:,} ({start.longer})"] if start.longer else []),
