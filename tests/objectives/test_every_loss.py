@@ -20,11 +20,11 @@ STARTS = (0, 5, 12, 18)
 FOLDER = Path(__file__).resolve().parents[2] / "src" / "unfreeze" / "objectives"
 FILES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 # left out: preference (a sum over pairs), intermediate (needs hidden layers), policy (needs advantages), log_p and
-# ratios (no loss), following (needs taps); each has its own tests
+# ratios (no loss), following and balanced (need taps); each has its own tests
 OF_TOKENS = [
     file
     for file in FILES
-    if file not in ("preference", "intermediate", "policy", "log_p", "ratios", "following")
+    if file not in ("preference", "intermediate", "policy", "log_p", "ratios", "following", "balanced")
 ]
 Objective = Callable[[Tensor, nn.Module, Batch], Loss]
 

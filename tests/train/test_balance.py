@@ -12,6 +12,7 @@ import torch
 from unfreeze import models
 from unfreeze.core.errors import ConfigError
 from unfreeze.data import Example, pack
+from unfreeze.job.watch.balancing import BiasWatch, UnbalancedWatch
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.train.balance import LossFreeBalance
 from unfreeze.train.fit import fit
@@ -20,7 +21,6 @@ from unfreeze.train.run import Run
 from unfreeze.train.schedule import Schedule
 from unfreeze.train.state import start_or_resume
 from unfreeze.train.step import clear_expert_load
-from unfreeze.train.watch_balance import BiasWatch, UnbalancedWatch
 
 
 def test_bias_moves_by_rate_against_the_load(tiny: SimpleNamespace):

@@ -263,9 +263,7 @@ class TrainEvent(CommonFields, total=False):
     ]
     fragmentation_bytes: Annotated[Int, of("bytes", "CUDA: reserved minus allocated")]
     applied: Annotated[bool, of("yes or no", "false if the spike guard skipped the update")]
-    expert_load: Annotated[
-        dict[AnyText, Counts], of("tokens per expert", "layer, or layer.pass -> each expert's")
-    ]
+    expert_load: Annotated[dict[AnyText, Counts], of("tokens per expert", "layer[.pass] -> of each expert")]
     expert_balance: Annotated[dict[AnyText, ExpertBalance], of("object", "layer -> its load balance")]
     experts_flipped: Annotated[dict[AnyText, Real], of("share", "layer -> replayed choices not its own")]
     error: Annotated[AnyText, of("sentence", "the non-finite value; the weights were not updated")]

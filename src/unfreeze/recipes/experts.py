@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.source import encoded_rows
+from unfreeze.job.watch.balancing import BiasWatch, UnbalancedWatch
 
 if TYPE_CHECKING:
     from unfreeze.config.experts import Experts
@@ -67,6 +68,4 @@ def routed(model: Decoder, field: str) -> dict[int, dict[int, MoE]]:
 
 def watches(balance_rate: float, experts: Experts) -> Sequence[OnStep]:
     """Return hooks that warn of a model whose experts nothing balances, and of a bias that stands still."""
-    from unfreeze.train.watch_balance import BiasWatch, UnbalancedWatch
-
     return (UnbalancedWatch(bool(experts.balance_loss)), *((BiasWatch(),) if balance_rate else ()))

@@ -173,9 +173,8 @@ def advance(
         change(result.expert_load)
     state.step, state.cursor = state.step + 1, cursor
     seconds = time.perf_counter() - started
-    memory = memory_fields(state.model.device)
-    fields = train_fields(result, seconds, memory, cursor, state.model.moe_names())
-    state.run.events.emit("train", state.step, **fields)
+    names, memory = state.model.moe_names(), memory_fields(state.model.device)
+    state.run.events.emit("train", state.step, **train_fields(result, seconds, memory, cursor, names))
     for look in on_step:
         look(state, result)
     return seconds

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from unfreeze.models import Decoder
-from unfreeze.train.state import State
-from unfreeze.train.step import StepResult
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unfreeze.models import Decoder
+    from unfreeze.train.state import State
+    from unfreeze.train.step import StepResult
 
 STEPS = 100
 """Steps between two looks: a bias of a running balancer moves in every step whose load is uneven."""
@@ -85,7 +87,5 @@ class BiasWatch:
     def _begin(self, state: State) -> None:
         now = biases(state.model)
         self._last = {key: bias.clone() for key, bias in now.items()}
-        self._moved = {
-            key: torch.zeros((), dtype=torch.bool, device=bias.device) for key, bias in now.items()
-        }
+        self._moved = {key: bias.ne(bias).any() for key, bias in now.items()}
         self._since, self._uneven = state.step, set()
