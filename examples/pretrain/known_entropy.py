@@ -24,7 +24,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-LETTERS, LENGTH = 12, 128
+LETTERS, LENGTH = 16, 128
 CONCENTRATION = 0.3  # of the Dirichlet draws: lower means that fewer letters can follow a pair
 CLOSE = 0.03  # nats
 
