@@ -32,19 +32,19 @@ def rows(config: Config, run: Run):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.jsonl"
         write_rows(file, config.rows)
-        asked = {"file": str(file), "model": str(shapes.TINY_K2), "length": 4096}
-        asked |= {"tokens": config.tokens, "reads": config.reads}
-        found = call("benchmarks.harness.stored:read", asked, Path(folder) / "cache")
-    run.say(f"{config.tokens} tokens in {1e3 * found['cold_seconds']:.2f} ms cold")
+        settings = {"file": str(file), "model": str(shapes.TINY_K2), "length": 4096}
+        settings |= {"tokens": config.tokens, "reads": config.reads}
+        timed = call("benchmarks.harness.stored:read", settings, Path(folder) / "cache")
+    run.say(f"{config.tokens} tokens in {1e3 * timed['cold_seconds']:.2f} ms cold")
     with job(run, model, model, SIZES, LORA, config.tokens // LENGTH, LENGTH) as training:
         entry = training.in_turn([training.ours("unfreeze", "selective")])["unfreeze"]
     step = config.tokens / entry["tokens_per_second"]
-    times = {name: step / found[f"{name}_seconds"] for name in ("cold", "warm")}
+    times = {name: step / timed[f"{name}_seconds"] for name in ("cold", "warm")}
     note = (
         f"a step takes {1e3 * step:.0f} ms; its tokens are read {times['cold']:,.0f} times in that time from"
     )
     note += (
-        f" dropped pages, {times['warm']:,.0f} times again; slowest read {1e3 * found['cold_slowest']:.1f} ms"
+        f" dropped pages, {times['warm']:,.0f} times again; slowest read {1e3 * timed['cold_slowest']:.1f} ms"
     )
     settings = training.settings | {"rows": config.rows, "reads": config.reads}
-    yield run.row("unfreeze", settings, found | entry | {"times": times, "step_seconds": step, "note": note})
+    yield run.row("unfreeze", settings, timed | entry | {"times": times, "step_seconds": step, "note": note})

@@ -70,11 +70,11 @@ def texts(p: np.ndarray, pi: np.ndarray, count: int, seed: int, length: int = LE
 def write_tokenizer(folder: Path) -> None:
     """A tokenizer whose tokens are the 256 bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     folder.mkdir(parents=True, exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text("{}\n")
 
 
@@ -109,7 +109,7 @@ if __name__ == "__main__":
     parser.add_argument("--held-out", type=int, default=400, help="held-out texts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", type=Path, metavar="RUN", help="compare this run with the entropy")
-    given = parser.parse_args()
-    if given.check:
-        sys.exit(check(given.check))
-    print(f"entropy {make(given.out, given.train, given.held_out, given.seed):.4f} nats per token")
+    options = parser.parse_args()
+    if options.check:
+        sys.exit(check(options.check))
+    print(f"entropy {make(options.out, options.train, options.held_out, options.seed):.4f} nats per token")

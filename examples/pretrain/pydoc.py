@@ -23,17 +23,17 @@ def make(out: Path, vocabulary: int) -> int:
     (out / "tokenizer").mkdir(parents=True, exist_ok=True)
     rows = (json.dumps({"text": text}) + "\n" for text in texts)
     (out / "topics.jsonl").write_text("".join(rows), encoding="utf-8")
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(texts, trainer)
-    made.save(str(out / "tokenizer" / "tokenizer.json"))
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(out / "tokenizer" / "tokenizer.json"))
     settings = json.dumps({"eos_token": "<|endoftext|>"})
     (out / "tokenizer" / "tokenizer_config.json").write_text(settings + "\n")
     return sum(len(text.encode()) for text in texts)
@@ -57,7 +57,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("build/pydoc"))
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--check", type=Path, metavar="RUN", help="compare this run with its trigram")
-    given = parser.parse_args()
-    if given.check:
-        sys.exit(check(given.check))
-    print(f"{make(given.out, given.vocabulary):,} bytes of text")
+    options = parser.parse_args()
+    if options.check:
+        sys.exit(check(options.check))
+    print(f"{make(options.out, options.vocabulary):,} bytes of text")

@@ -137,7 +137,7 @@ def hints() -> list[str]:
 def config_of(command, part=""):
     module = importlib.import_module(cli.COMMANDS[command].module)
     module = getattr(module, "PARTS", {}).get(part, module)
-    return module.Listed if command == "kernels" else module.Config
+    return getattr(module, {"kernels": "Listed", "synth": "PlanConfig"}.get(command, "Config"))
 
 
 def commands_in(text: str) -> list[list[str]]:

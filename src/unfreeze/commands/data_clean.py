@@ -3,7 +3,7 @@
 Reads jsonl, json, text, csv, parquet, arrow, .gz, .zst and hf:org/name. Drops documents by language, length,
 repetition, quality, exact and near duplicates, and n-grams of evaluation files (--against). Writes JSON lines
 with every other column (licence, origin, …) as it was, and ledger.json: documents and bytes per reason.
-Killed and run again, it goes on and writes the same bytes.
+Killed and run again, it continues and writes the same bytes.
 """
 
 from __future__ import annotations

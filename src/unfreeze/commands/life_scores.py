@@ -31,7 +31,7 @@ def measured(model: Path, score: Score, common: Common) -> dict[str, Any]:
 
 def rewards(model: Path, score: Score, common: Common) -> tuple[list[float], list[float]]:
     """Reward of the greedy answer to each row. An answer that could not be graded raises ConfigError."""
-    asked = reward.Config(
+    request = reward.Config(
         reward=score.reward,
         model=str(model),
         data=(score.data,),
@@ -42,11 +42,11 @@ def rewards(model: Path, score: Score, common: Common) -> tuple[list[float], lis
     )
     quiet = common._replace(quiet=True)
     with ExitStack() as ends:
-        graders, environments = reward.started(asked, quiet, ends)
-        rows = reward.prompts(asked, quiet)
+        graders, environments = reward.started(request, quiet, ends)
+        rows = reward.prompts(request, quiet)
         for each in filter(None, (graders, environments)):
             each.check(rows)
-        _, graded = reward.answered(asked, rows, graders, environments, quiet)
+        _, graded = reward.answered(request, rows, graders, environments, quiet)
     values = [each.reward for each in graded if each.reward is not None]
     if len(values) < len(graded):
         failed = next(each for each in graded if each.reward is None)

@@ -106,8 +106,8 @@ def open_for_plan(config: Config, new: Manifest | None = None) -> Opened:
     path = Path(config.model)
     if new is not None:
         start = lengthened(new, config.rope.longer)
-        made = start.config
-        return Opened(lambda dtype, as_stored: models.from_config(made, dtype, as_stored=as_stored), start)
+        built = start.config
+        return Opened(lambda dtype, as_stored: models.from_config(built, dtype, as_stored=as_stored), start)
     if path.suffix == ".json" and not path.is_file():
         raise ConfigError(
             f"model = {config.model!r} is not a file", next="give --model a release's config.json"

@@ -32,7 +32,7 @@ its prices. Planned again with the same --out, a folder keeps its answers.
 RUN = """unfreeze synth run PLAN: send what a plan asks and has no answer yet, and write the rows.
 
 Each attempt is booked at its worst price before it is sent, and none is sent above the plan's ceiling. The
-same command goes on after Ctrl-C, a kill or a failure.
+same command continues after Ctrl-C, a kill or a failure.
 """
 MOST_REASONS = 8  # lines on what was left out
 
@@ -96,13 +96,13 @@ def plan(config: PlanConfig, common: Common) -> dict[str, Any]:
     changed = {name: value for name, value in fields.items() if value is not None}
     changed |= {name: getattr(config, name) for name in ("endpoint", "model") if getattr(config, name)}
     show = say(common)
-    made, folder = make_plan(Path(config.seeds), config.recipe, changed, config.out, show)
+    priced, folder = make_plan(Path(config.seeds), config.recipe, changed, config.out, show)
     with writing(folder, "out"):
-        write_plan(made, folder)
+        write_plan(priced, folder)
     if not common.json:
         print(f"{folder}: planned. next: unfreeze synth run {folder}")
     names = ("requests", "read", "written", "worst_usd", "budget_usd")
-    return {"plan": str(folder), **{name: getattr(made, name) for name in names}}
+    return {"plan": str(folder), **{name: getattr(priced, name) for name in names}}
 
 
 def run(config: RunConfig, common: Common) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def run(config: RunConfig, common: Common) -> dict[str, Any]:
             fault, more = _online(at, config) if online else _batched(at, config, show)
         except KeyboardInterrupt:
             at.rows(out)
-            words = f"{len(at.kept.known):,} answers are kept; the same command goes on"
+            words = f"{len(at.kept.known):,} answers are kept; the same command continues"
             raise KeyboardInterrupt(words) from None
         with writing(out.parent if out else folder, "out"):
             written = at.rows(out)

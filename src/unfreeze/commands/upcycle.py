@@ -189,9 +189,9 @@ def _facts(config: Config, manifest: Manifest, work: Work, out: Path) -> dict[st
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.compress.measured import largest_change
 
-    made = open_checkpoint(out)
-    shape, before = models.shape(made.config), _experts(manifest)
-    total = sum(prod(info.shape) for info in made.tensors.values())
+    written = open_checkpoint(out)
+    shape, before = models.shape(written.config), _experts(manifest)
+    total = sum(prod(info.shape) for info in written.tensors.values())
     assert shape.moe is not None
     each = shape.moe.matrices * (shape.moe.latent or shape.hidden_size) * shape.moe.intermediate_size
     idle = each * (shape.num_experts - shape.experts_per_token)
@@ -202,7 +202,7 @@ def _facts(config: Config, manifest: Manifest, work: Work, out: Path) -> dict[st
         "experts": shape.num_experts,
         "top_k": shape.experts_per_token,
         "added": f"{before}-{shape.num_experts - 1}" if before else "",
-        "change": 0.0 if before else largest_change(manifest, made, config.seed),
+        "change": 0.0 if before else largest_change(manifest, written, config.seed),
         "parameters": total,
         "active": total - idle * layers,
         "dense": sum(prod(info.shape) for info in manifest.tensors.values()),

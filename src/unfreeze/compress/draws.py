@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Change:
-    """How an expert differs from the MLP that it is a copy of; by default in nothing.
+    """Difference of an expert from the MLP that it is a copy of; by default none.
 
     noise  each weight gets N(0, (noise · rms(W))²)
     drop   share of the I channels whose rows of gate and up and whose column of down are drawn anew from

@@ -71,16 +71,16 @@ def grown_work(manifest: Manifest, added: int, change: Change) -> Work:
     refuse_open(sites, manifest)
     groups = _groups(sites[0].gate, old.num_experts, added)
     config = _config(manifest, old, old.num_experts + added, groups)
-    made: list[Made] = []
+    tensors: list[Made] = []
     changed = set[str]()
     for site in sites:
         for own in _of_site(site, manifest, models.rules(old), added, change):
-            made += own.made
+            tensors += own.tensors
             changed |= own.stored
-    made += [
+    tensors += [
         copied(info.name, info) for name, info in manifest.by_model_name().items() if name not in changed
     ]
-    return Work(manifest, sorted(made, key=lambda one: _order(one.name)), config)
+    return Work(manifest, sorted(tensors, key=lambda one: _order(one.name)), config)
 
 
 def refuse_open(sites: list[Site], manifest: Manifest) -> None:
@@ -164,7 +164,7 @@ def _config(manifest: Manifest, old: models.Shape, experts: int, groups: int) ->
 class Grown:
     """New tensors, and the stored ones that they replace (names in the model's spelling)."""
 
-    made: list[Made]
+    tensors: list[Made]
     stored: set[str]
 
 
@@ -261,17 +261,17 @@ def _projection(
         return Grown([_stack(info, before[0].transposed, projection, parents, change, site)], stored)
     # expert by expert, with the same matrices of each
     each = len(before) // old
-    made: list[Made] = []
+    tensors: list[Made] = []
     for number, source in enumerate(after):
         expert, matrix = divmod(number, each)
         if expert < old:
             info = disk[before[number].name]
-            made.append(copied(info.name, info))
+            tensors.append(copied(info.name, info))
             continue
         info = disk[before[parents[expert - old] * each + matrix].name]
         name = name_on_disk(manifest.prefix, source.name)
-        made.append(_single(name, info, change, f"{site.layer}.{expert}", _matrix(source, projection)))
-    return Grown(made, stored)
+        tensors.append(_single(name, info, change, f"{site.layer}.{expert}", _matrix(source, projection)))
+    return Grown(tensors, stored)
 
 
 def _turned(source: TensorSource, disk: Mapping[str, TensorInfo]) -> TensorSource:

@@ -1,4 +1,4 @@
-"""How much a mixture's layers differ from the dense MLPs that they were made of, read back from the files.
+"""Measure the difference of a mixture's layers from the dense MLPs that they come from, read from the files.
 
 T random inputs, D model width, E experts, K chosen per token.
 """

@@ -50,11 +50,11 @@ class MadeFile:
     """A file to write, and its tensors."""
 
     name: str
-    made: list[Made] = field(default_factory=list[Made])
+    tensors: list[Made] = field(default_factory=list[Made])
 
     @property
     def parts(self) -> Mapping[str, Part]:
-        return {one.name: one.part for one in self.made}
+        return {one.name: one.part for one in self.tensors}
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Work:
     """A checkpoint to make: its tensors in order, and its config.json."""
 
     manifest: Manifest
-    made: list[Made]
+    tensors: list[Made]
     config: dict[str, Any]
 
 
@@ -83,15 +83,15 @@ def dense_work(manifest: Manifest, wish: Upcycle) -> Work:
     config = config_of(manifest, old, wish.experts, wish.top_k)
     new = models.shape(config)
     disk = manifest.by_model_name()
-    made: list[Made] = []
+    tensors: list[Made] = []
     for name, info in disk.items():
         layer, matrix = _of_mlp(name)
         if layer is None:
-            made.append(copied(info.name, info))
+            tensors.append(copied(info.name, info))
         elif matrix == DOWN:  # once per layer, for all three
             mlp = {part: disk[f"model.layers.{layer}.mlp.{part}_proj.weight"] for part in (GATE, UP, DOWN)}
-            made += _layer(mlp, layer, new, wish, SHARED if family.shared else 0)
-    return Work(manifest, made, config)
+            tensors += _layer(mlp, layer, new, wish, SHARED if family.shared else 0)
+    return Work(manifest, tensors, config)
 
 
 def _of_mlp(name: str) -> tuple[int | None, str]:
@@ -170,17 +170,17 @@ def put(name: str, tensor: Tensor) -> Made:
     return Made(name, (NAME[tensor.dtype], tuple(tensor.shape)), lambda shard: shard.put(name, tensor))
 
 
-def made_files(made: Sequence[Made], limit: int = MAX_SHARD_BYTES) -> list[MadeFile]:
+def made_files(tensors: Sequence[Made], limit: int = MAX_SHARD_BYTES) -> list[MadeFile]:
     """The tensors in files of at most `limit` bytes; a larger tensor has its own."""
     files: list[MadeFile] = []
     held = 0
-    for one in made:
+    for one in tensors:
         size = parts_nbytes([one.part])
         if not files or held + size > limit:
             files.append(MadeFile(""))
             held = 0
         held += size
-        files[-1].made.append(one)
+        files[-1].tensors.append(one)
     if len(files) == 1:
         files[0].name = "model.safetensors"
         return files
@@ -191,14 +191,14 @@ def made_files(made: Sequence[Made], limit: int = MAX_SHARD_BYTES) -> list[MadeF
 
 def write(work: Work, out: Path, inputs: dict[str, Any], progress: Progress | None) -> Record:
     """Write the checkpoint into `out`, or the files that are still missing there (shards.py)."""
-    twice = len(work.made) - len({one.name for one in work.made})
+    twice = len(work.tensors) - len({one.name for one in work.tensors})
     if twice:
         raise CheckpointError(f"{twice} tensors would be written twice", next="report it with config.json")
-    files = made_files(work.made)
+    files = made_files(work.tensors)
     record = shards.begun(Record(inputs, file=UPCYCLE, noun="upcycle"), out)
 
     def write_file_of(file: MadeFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-        for one in file.made:
+        for one in file.tensors:
             one.write(shard)
             advance(parts_nbytes([one.part]))
         return {}

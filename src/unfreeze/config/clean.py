@@ -12,7 +12,7 @@ from unfreeze.config.parse import Files, Frozen
 
 
 class Data(Frozen):
-    """What is read."""
+    """Files that are read."""
 
     text: str = Field(
         default="",

@@ -15,7 +15,7 @@ class NGram(TypedDict):
 
 
 class BaselineEvent(CommonFields):
-    """What counting predicts of the held-out rows: a scale for bits per byte (evaluate/ngrams.py).
+    """Prediction of the held-out rows by counting: a scale for bits per byte (evaluate/ngrams.py).
 
     Emitted by `unfreeze pretrain` before the first step, if rows are held out.
     """

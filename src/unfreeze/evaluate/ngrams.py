@@ -70,7 +70,7 @@ def bits_per_byte(train: Text, held_out: Text, orders: Sequence[int]) -> dict[in
     real_T = np.flatnonzero(train.symbols_T != START)
     here_T = np.flatnonzero(held_out.counted_T)
     p_T = np.full(len(here_T), 1 / (SYMBOLS - 1))
-    found: dict[int, float] = {}
+    bits: dict[int, float] = {}
     for n in range(1, highest + 1):
         keys, counts = np.unique(_grams(train.symbols_T, real_T, n), return_counts=True)
         asked_T = _grams(held_out.symbols_T, here_T, n)
@@ -84,8 +84,8 @@ def bits_per_byte(train: Text, held_out: Text, orders: Sequence[int]) -> dict[in
         mixed_T = (count_T + kinds_T * p_T) / np.maximum(total_T + kinds_T, 1)
         p_T = np.where(seen_T, mixed_T, p_T)
         if n in orders:
-            found[n] = float(-np.log2(p_T).sum()) / held_out.bytes
-    return found
+            bits[n] = float(-np.log2(p_T).sum()) / held_out.bytes
+    return bits
 
 
 def _grams(symbols_T: np.ndarray, places_P: np.ndarray, n: int) -> np.ndarray:

@@ -29,12 +29,12 @@ def pair_of(own: Sequence[Request], known: Known, recipe: Recipe) -> tuple[list[
 
 def questions_of(requests: Requests, known: Known) -> list[Request]:
     """Return the judge's questions about pairs that are complete."""
-    made: list[Request] = []
+    questions: list[Request] = []
     for seed, own in zip(requests.seeds if requests.judges else [], requests.by_seed, strict=False):
         answers, fault = pair_of(own, known, requests.recipe)
         if answers and not fault:
-            made += requests.questions(seed, [answer.text for answer in answers])
-    return made
+            questions += requests.questions(seed, [answer.text for answer in answers])
+    return questions
 
 
 def questions_missing(requests: Requests, known: Known) -> list[Request]:

@@ -170,10 +170,10 @@ class Requests:
     def questions(self, seed: Seed, texts: Sequence[str]) -> list[Request]:
         """Return a judge's two questions about two answers; none if they are longer than the plan priced."""
         row = Conversation([_turn("user", self.row_turns(seed)[-1]["content"])])
-        asked = self.pairs.questions([(row, text) for text in texts])
-        made = [self._judge(seed, f"judge-{i}", text) for i, text in enumerate(asked)]
+        texts_of_judge = self.pairs.questions([(row, text) for text in texts])
+        questions = [self._judge(seed, f"judge-{i}", text) for i, text in enumerate(texts_of_judge)]
         most = self.most_judged(seed)
-        return made if all(request.read <= most for request in made) else []
+        return questions if all(request.read <= most for request in questions) else []
 
     def _of(self, seed: Seed) -> Iterator[Request]:
         recipe = self.recipe

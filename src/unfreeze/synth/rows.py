@@ -68,12 +68,12 @@ class Rows:
     def made(self) -> list[Made]:
         """Return a row or a fault for each answer that is there, in the order of the seeds."""
         make = {"messages": self._messages, "pairs": self._pair, "labels": self._label}[self.recipe.kind]
-        made = [
+        each_row = [
             each
             for seed, own in zip(self.requests.seeds, self.requests.by_seed, strict=True)
             for each in make(seed, own)
         ]
-        good = [each for each in made if not each.fault]
+        good = [each for each in each_row if not each.fault]
         leaked = contaminated([_text_of(each.row, ALL) for each in good], self.recipe.check.against)
         for place, where in leaked.items():
             good[place].fault = LEAKED
@@ -82,7 +82,7 @@ class Rows:
         for place, other in repeats.items():
             good[place].fault = good[place].fault or "repeats another row"
             good[place].row["source"]["repeats"] = good[other].row["source"]["seed"]
-        return made
+        return each_row
 
     def _messages(self, seed: Seed, own: Sequence[Request]) -> Iterator[Made]:
         for request in own:
@@ -96,21 +96,21 @@ class Rows:
         answers, fault = pair_of(own, self.known, self.recipe)
         if not answers:
             return
-        asked, order = list(own), (0, 1)
+        sent, order = list(own), (0, 1)
         if self.requests.judges and not fault:
             texts = [answer.text for answer in answers]
             questions = self.requests.questions(seed, texts)
             if not all(question.key in self.known for question in questions):
                 return
             fault, order = self._compared(seed, texts, questions)
-            asked += questions
+            sent += questions
         chosen, rejected = (answers[place] for place in order)
         row = {
             "prompt": self.requests.row_turns(seed),
             "chosen": [self._turn(chosen)],
             "rejected": [self._turn(rejected)],
         }
-        yield Made(row | self._source(seed, asked), fault)
+        yield Made(row | self._source(seed, sent), fault)
 
     def _compared(
         self, seed: Seed, texts: Sequence[str], questions: Sequence[Request]
@@ -151,8 +151,8 @@ class Rows:
         drop = self.recipe.reasoning == "drop"
         return {"role": "assistant", "content": answer.text, **({} if drop else thought)}
 
-    def _source(self, seed: Seed, asked: Sequence[Request]) -> dict[str, Any]:
-        abouts = [self.known[request.key].about for request in asked]
+    def _source(self, seed: Seed, sent: Sequence[Request]) -> dict[str, Any]:
+        abouts = [self.known[request.key].about for request in sent]
         models = list(dict.fromkeys(str(about.get("model") or self.recipe.model) for about in abouts))
         usages = [usage for about in abouts if is_object(usage := about.get("usage"))]
         counts = {
@@ -164,13 +164,13 @@ class Rows:
             "source": {
                 "seed": seed.name,
                 "row": seed.row,
-                "prompt": asked[0].body["messages"],
+                "prompt": sent[0].body["messages"],
                 "model": models[0] if len(models) == 1 else models,
                 "endpoint": urlsplit(self.plan.endpoint).netloc,
                 "recipe": self._recipe_hash,
                 "plan": self.plan.identity,
                 "time": abouts[-1].get("time"),
-                "cost_usd": self.ledger.of(*(request.key for request in asked)),
+                "cost_usd": self.ledger.of(*(request.key for request in sent)),
                 "usage": counts,
                 **({"usage_refused": faults} if faults else {}),
             }
@@ -187,15 +187,15 @@ def write_rows(
     out: Path | None = None,
 ) -> Written:
     """Write the rows and what was left out, each file atomically. out: of the rows; None: in the folder."""
-    made = Rows(plan, recipe, requests, ledger, known).made()
+    each_row = Rows(plan, recipe, requests, ledger, known).made()
     written = Written(out or folder / ROWS)
     written.path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [each.row for each in made if not each.fault]
-    left = [{"fault": each.fault, **each.row} for each in made if each.fault]
+    rows = [each.row for each in each_row if not each.fault]
+    left = [{"fault": each.fault, **each.row} for each in each_row if each.fault]
     write_file(written.path, _lines(rows))
     write_file(folder / LEFT_OUT, _lines(left))
     written.rows = len(rows)
-    written.left_out.update(each.fault for each in made if each.fault)
+    written.left_out.update(each.fault for each in each_row if each.fault)
     for answer in known.values():
         usage = answer.about.get("usage")
         fault = answer.about.get("usage_fault", "")

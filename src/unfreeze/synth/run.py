@@ -105,7 +105,7 @@ def now() -> str:
 
 @dataclass
 class Watch:
-    """What came in one run, when to stop, and the lines of progress."""
+    """Answers of one run, when to stop, and the lines of progress."""
 
     recipe: Recipe
     ledger: Ledger
@@ -181,7 +181,7 @@ class Open:
 
     @property
     def money(self) -> str:
-        """What is booked, as words."""
+        """Return the booked money, as words."""
         return money(self.ledger)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What an answer must be to become a row, and which rows repeat another or an evaluation set."""
+"""Conditions under which an answer becomes a row, and which rows repeat another or an evaluation set."""
 
 from __future__ import annotations
 

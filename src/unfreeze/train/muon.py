@@ -96,8 +96,8 @@ class Muon(AdamW):
     @torch.no_grad()
     def _move(self, learning_rate: float, scale: float) -> float:
         """Update the others by AdamW, then the matrices; return the rate that these moved by."""
-        asked = learning_rate * self._rule.adamw_rate
-        of_others = super()._move(asked, scale)
+        wanted = learning_rate * self._rule.adamw_rate
+        of_others = super()._move(wanted, scale)
         due = [name for name in self._momentum if self.gradient(name) is not None]
         for name in due:
             self._momentum[name].step += 1.0
@@ -109,7 +109,7 @@ class Muon(AdamW):
         if not self._on_cpu:
             return learning_rate
         measured = self._measured(learning_rate)
-        return measured if of_others == asked else of_others / self._rule.adamw_rate
+        return measured if of_others == wanted else of_others / self._rule.adamw_rate
 
     def _update(self, name: str, learning_rate: float, scale: float) -> None:
         """Update a matrix, or the matrices of a stack some at a time, all of which this process has."""

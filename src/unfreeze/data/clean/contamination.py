@@ -35,14 +35,14 @@ class Evaluation:
         """Add evaluation texts. source: their name in reasons, such as "eval.jsonl row 3"."""
         for text in texts:
             document = Document(text)
-            asked = self.recipe
+            recipe = self.recipe
             n, least = (
-                (asked.characters, asked.least_characters)
+                (recipe.characters, recipe.least_characters)
                 if document.by_characters
-                else (asked.words, asked.least_words)
+                else (recipe.words, recipe.least_words)
             )
             n = min(n, len(document.units))
-            if n < least and n < (asked.characters if document.by_characters else asked.words):
+            if n < least and n < (recipe.characters if document.by_characters else recipe.words):
                 self.too_short += bool(document.units)
                 continue
             self.texts += 1

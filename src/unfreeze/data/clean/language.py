@@ -99,16 +99,16 @@ class LengthFilter:
         self.recipe = recipe
 
     def __call__(self, document: Document) -> Reason | None:
-        asked = self.recipe
+        recipe = self.recipe
         if document.by_characters:
             length, low, high, unit = (
                 document.num_characters,
-                asked.min_characters,
-                asked.max_characters,
+                recipe.min_characters,
+                recipe.max_characters,
                 "characters",
             )
         else:
-            length, low, high, unit = len(document.words), asked.min_words, asked.max_words, "words"
+            length, low, high, unit = len(document.words), recipe.min_words, recipe.max_words, "words"
         if length < low:
             return Reason("length.short", f"{length} {unit}, at least {low}")
         if length > high:

@@ -41,34 +41,44 @@ class QualityFilter:
 
     def _measured(self, document: Document) -> Iterator[tuple[str, float, str, float]]:
         yield from (self._characters if document.by_characters else self._words)(document)
-        asked, lines = self.recipe, document.lines
+        limits, lines = self.recipe, document.lines
         count = max(1, len(lines))
-        yield "bullets", sum(line.startswith(BULLETS) for line in lines) / count, OVER, asked.max_bullet_lines
+        yield (
+            "bullets",
+            sum(line.startswith(BULLETS) for line in lines) / count,
+            OVER,
+            limits.max_bullet_lines,
+        )
         # a sentence of Chinese prose may end in ……; a snippet that was cut ends in one … or three dots
         cut = [line for line in lines if not (document.by_characters and line.endswith("……"))]
         ellipses = sum(line.endswith(ELLIPSES) for line in cut) / count
-        yield "ellipses", ellipses, OVER, asked.max_ellipsis_lines
+        yield "ellipses", ellipses, OVER, limits.max_ellipsis_lines
         ended = sum(line.endswith(ENDS) for line in lines) / count
-        yield "punctuation", ended, UNDER, asked.min_ended_lines
+        yield "punctuation", ended, UNDER, limits.min_ended_lines
 
     def _words(self, document: Document) -> Iterator[tuple[str, float, str, float]]:
-        asked, words = self.recipe, document.words
+        limits, words = self.recipe, document.words
         count = max(1, len(words))
         mean = sum(map(len, words)) / count
-        yield "word_length", mean, UNDER, asked.min_word_length
-        yield "word_length", mean, OVER, asked.max_word_length
+        yield "word_length", mean, UNDER, limits.min_word_length
+        yield "word_length", mean, OVER, limits.max_word_length
         symbols = len(SYMBOLS.findall(document.text)) / count
-        yield "symbols", symbols, OVER, asked.max_symbols_per_word
+        yield "symbols", symbols, OVER, limits.max_symbols_per_word
         with_letter = sum(any(map(str.isalpha, word)) for word in words) / count
-        yield "letters", with_letter, UNDER, asked.min_words_with_letter
+        yield "letters", with_letter, UNDER, limits.min_words_with_letter
         if language_of(document)[0] in ("en", "latin"):
-            yield "function_words", len(ENGLISH.intersection(document.units)), UNDER, asked.min_function_words
+            yield (
+                "function_words",
+                len(ENGLISH.intersection(document.units)),
+                UNDER,
+                limits.min_function_words,
+            )
 
     def _characters(self, document: Document) -> Iterator[tuple[str, float, str, float]]:
-        asked, count = self.recipe, max(1, document.num_characters)
+        limits, count = self.recipe, max(1, document.num_characters)
         symbols = len(SYMBOLS.findall(document.text)) / count
-        yield "symbols", symbols, OVER, asked.max_symbols_per_word
-        yield "letters", document.num_letters / count, UNDER, asked.min_letters
-        yield "line_length", count / max(1, len(document.lines)), UNDER, asked.min_line_length
+        yield "symbols", symbols, OVER, limits.max_symbols_per_word
+        yield "letters", document.num_letters / count, UNDER, limits.min_letters
+        yield "line_length", count / max(1, len(document.lines)), UNDER, limits.min_line_length
         if language_of(document)[0] == "zh":
-            yield "function_words", len(CHINESE.intersection(document.text)), UNDER, asked.min_function_words
+            yield "function_words", len(CHINESE.intersection(document.text)), UNDER, limits.min_function_words

@@ -78,15 +78,15 @@ class RepetitionFilter:
 
     def _measured(self, document: Document) -> Iterator[tuple[str, float, float]]:
         """Yield (name, share, limit); the cheap ones first."""
-        asked = self.recipe
+        recipe = self.recipe
         lines, line_characters = duplicate_parts(document.lines)
-        yield "lines", lines, asked.lines
-        yield "line_characters", line_characters, asked.line_characters
+        yield "lines", lines, recipe.lines
+        yield "line_characters", line_characters, recipe.line_characters
         paragraphs, paragraph_characters = duplicate_parts(document.paragraphs)
-        yield "paragraphs", paragraphs, asked.paragraphs
-        yield "paragraph_characters", paragraph_characters, asked.paragraph_characters
+        yield "paragraphs", paragraphs, recipe.paragraphs
+        yield "paragraph_characters", paragraph_characters, recipe.paragraph_characters
         times = PER_WORD if document.by_characters else 1
-        for n, most in zip((2, 3, 4), asked.top_ngrams, strict=True):
+        for n, most in zip((2, 3, 4), recipe.top_ngrams, strict=True):
             yield f"top_{n}_gram", top_gram(document, times * n), most
-        for n, most in zip(range(5, 11), asked.duplicate_ngrams, strict=True):
+        for n, most in zip(range(5, 11), recipe.duplicate_ngrams, strict=True):
             yield f"duplicate_{n}_grams", duplicate_grams(document, times * n), most

@@ -251,24 +251,24 @@ def _evaluation(recipe: Recipe, against: Sequence[Input]) -> Evaluation | None:
     """Read the evaluation files. Raises DataError if none of their texts is long enough to look for."""
     if not recipe.contamination.enabled or not against:
         return None
-    asked = recipe.contamination
-    evaluation = Evaluation(asked)
+    contamination = recipe.contamination
+    evaluation = Evaluation(contamination)
     for file in against:
         for item in items(file.path):
             if item.wrong:
                 raise DataError(f"{file.name}, {item.wrong}", next=item.next or "correct the row")
-            if asked.columns and not any(name in item.fields for name in asked.columns):
+            if contamination.columns and not any(name in item.fields for name in contamination.columns):
                 raise DataError(
-                    f"{file.name}, row {item.place.row}: no column {asked.columns[0]!r}"
-                    f"{nearest(asked.columns[0], item.fields)}",
+                    f"{file.name}, row {item.place.row}: no column {contamination.columns[0]!r}"
+                    f"{nearest(contamination.columns[0], item.fields)}",
                     next="correct contamination.columns",
                 )
-            picked = {name: value for name, value in item.fields.items() if name in asked.columns}
+            picked = {name: value for name, value in item.fields.items() if name in contamination.columns}
             evaluation.add(every_text(picked or item.fields), f"{file.name} row {item.place.row}")
     if not evaluation.texts:
         raise DataError(
-            f"contamination.against: no text of {against[0].name} has {asked.least_words} words or"
-            f" {asked.least_characters} characters",
+            f"contamination.against: no text of {against[0].name} has {contamination.least_words} words or"
+            f" {contamination.least_characters} characters",
             next="name files with longer texts, or lower contamination.least_words",
         )
     return evaluation
@@ -284,7 +284,7 @@ def _compression(recipe: Recipe, files: Sequence[Input]) -> str:
 
 
 def _key(files: Sequence[Input], against: Sequence[Input], recipe: Recipe) -> dict[str, Any]:
-    """What decisions depend on: code, recipe, and name, size and time of every file that is read."""
+    """All that decisions depend on: code, recipe, and name, size and time of every file that is read."""
     stats = [(file.name, file.path.stat()) for file in (*files, *against)]
     facts = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
     code = [FORMAT, unfreeze.__version__, _version_of("datasketch")]

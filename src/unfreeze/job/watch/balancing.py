@@ -17,8 +17,8 @@ STEPS = 100
 
 def biases(model: Decoder) -> dict[int, Tensor]:
     """Mixture -> the selection bias that its router has now."""
-    found = {key: moe.gate.e_score_correction_bias for key, moe in model.moe_layers().items()}
-    return {key: bias for key, bias in found.items() if bias is not None}
+    biases = {key: moe.gate.e_score_correction_bias for key, moe in model.moe_layers().items()}
+    return {key: bias for key, bias in biases.items() if bias is not None}
 
 
 class UnbalancedWatch:

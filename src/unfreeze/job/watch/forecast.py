@@ -32,9 +32,9 @@ class ForecastOnce:
         rhythm = Rhythm(
             steps, self._watch.validate_every, self._save.every, self._save.minutes, self._validates
         )
-        made = forecast(read_events(state.run.events.path), rhythm)
-        if made is None:
+        ahead = forecast(read_events(state.run.events.path), rhythm)
+        if ahead is None:
             return
         price = self._watch.usd_per_hour
-        usd = {"usd": made.seconds / 3600 * price} if price else {}
-        state.run.events.emit("forecast", state.step, **asdict(made), **usd)
+        usd = {"usd": ahead.seconds / 3600 * price} if price else {}
+        state.run.events.emit("forecast", state.step, **asdict(ahead), **usd)

@@ -42,7 +42,7 @@ class Noise:
     rows: slice = field(default_factory=lambda: slice(None))
 
     def part(self, rows: slice) -> Noise:
-        """That of these rows."""
+        """Return the noise of these rows."""
         return Noise(self.draw, self.tokens, rows)
 
     def __call__(self, layer: int, scores_TE: Tensor) -> Tensor:

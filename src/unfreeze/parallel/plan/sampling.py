@@ -86,8 +86,8 @@ def sampling_seconds(
     if of is None:
         return 0.0
     rows = min(answers.rows, of.answers)
-    asked = rows * counts.passes
-    missed = (1 - counts.experts_per_token / counts.num_experts) ** asked if counts.num_experts else 1.0
+    passed = rows * counts.passes
+    missed = (1 - counts.experts_per_token / counts.num_experts) ** passed if counts.num_experts else 1.0
     head = counts.vocab_size * counts.hidden_size
     length = of.prompt_tokens + of.new_tokens / 2
     read = counts.rest_bytes - counts.ends_bytes + min(counts.ends_bytes, head * number_bytes)
