@@ -129,7 +129,7 @@ def test_ctrl_c_waits_for_the_requests_under_way(serving, planned):
     assert going.returncode == 130 and "waiting for the requests under way" in said
     kept = lines(folder / "answers.jsonl")
     assert len(kept) == len(server.asked) < len(SEEDS)  # nothing that was paid for is lost
-    assert f"{len(kept)} answers are kept; the same command goes on" in said
+    assert f"{len(kept)} answers are kept; the same command continues" in said
     assert len(lines(folder / "rows.jsonl")) == len(kept)
 
 
