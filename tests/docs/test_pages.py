@@ -28,7 +28,7 @@ OTHER_FILES = {
     "life.toml": lambda path: read_life(Path(path)),
 }
 """Files of the pages that are not of a run, and what reads them."""
-MOST_WORDS = 39_000  # of what one reads from the front to the back
+MOST_WORDS = 40_000  # of what one reads from the front to the back
 
 
 @pytest.mark.parametrize("name", reference_pages.PAGES)
