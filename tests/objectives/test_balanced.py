@@ -15,10 +15,10 @@ from unfreeze import models
 from unfreeze.core.batch import Batch
 from unfreeze.core.draws import Draw
 from unfreeze.data import Example, pack
+from unfreeze.job.experts import routed
 from unfreeze.models import Decoder
 from unfreeze.objectives.balanced import Balanced
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.recipes.experts import routed
 from unfreeze.train.ahead import look_ahead
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import StepResult, train_step

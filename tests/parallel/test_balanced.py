@@ -19,10 +19,10 @@ import test_collectives as small
 
 from unfreeze import models
 from unfreeze.core.draws import Draw, number
+from unfreeze.job.experts import routed
 from unfreeze.objectives.balanced import Balanced
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.processes.collectives import ALONE, Group
-from unfreeze.recipes.experts import routed
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 

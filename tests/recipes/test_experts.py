@@ -22,7 +22,7 @@ from unfreeze.config.experts import Experts
 from unfreeze.core.errors import ConfigError
 from unfreeze.data.packing.drawn import Drawn
 from unfreeze.job.end.result import next_command
-from unfreeze.recipes.experts import routed
+from unfreeze.job.experts import routed
 
 SIZES = {
     "vocab_size": json.loads((TINY_K2 / "config.json").read_text())["vocab_size"],

@@ -41,8 +41,8 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
 
 def parts(config: Config) -> Parts:
     """Return the Parts of pretraining: loss on every token, all weights trained, experts balanced."""
+    from unfreeze.job.experts import beside, source, watches
     from unfreeze.objectives.cross_entropy import cross_entropy
-    from unfreeze.recipes.experts import beside, source, watches
 
     stages, rate, new = config.data.stages, config.optimizer.balance_rate, bool(config.shape.family)
     rows = partial(growing_rows, stages) if stages else encoded_rows
