@@ -95,8 +95,8 @@ DEV = {
     ),
     "drill": Command("unfreeze.drill", "drill", "plant every known fault and show how it is reported"),
 }
-HEADINGS = {"Make": MAKE, "Train": TRAIN, "Look": LOOK, "Ship": SHIP}
-COMMANDS = {**MAKE, **TRAIN, **LOOK, **SHIP, **DEV}
+HEADINGS = {"Train": TRAIN, "Make": MAKE, "Look": LOOK, "Ship": SHIP}
+COMMANDS = {**TRAIN, **MAKE, **LOOK, **SHIP, **DEV}
 SWEPT = ("sft", "distill", "prefer", "grpo", "pretrain")  # commands with `--sweep FIELD=A,B`
 FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback", "--plan": "plan"}
 
