@@ -205,3 +205,108 @@ def test_scores_of_a_real_model(tmp_path):
     assert not math.isclose(plain, whole.bits_per_byte, rel_tol=1e-4)
     gap, low, high = life_scores.difference(right, {**right, "by_row": [0.0] * 8})
     assert gap == -right["value"] and low <= gap <= high
+
+
+def scores_of(out: Path) -> dict[str, list[str]]:
+    stages = json.loads((out / "life.json").read_text())["stages"]
+    return {name: list(note["scores"]) for name, note in stages.items()}
+
+
+def test_a_score_that_is_added_later_is_measured_for_every_model(file, tmp_path):
+    life.main([str(file)], QUIET, launch=Fake())
+    more = f'\n[[scores]]\nname = "more"\ntext = "{tmp_path / "rows.jsonl"}"\n'
+    file.write_text(file.read_text() + more)
+    fake = Fake()
+    life.main([str(file)], QUIET, launch=fake)
+    assert fake.ran == []
+    assert scores_of(tmp_path / "out")["dpo"] == ["right", "more"]
+
+
+@pytest.mark.parametrize("change", ["rows", "reward", "most", "nothing"])
+def test_a_score_is_measured_again_if_its_rows_or_reward_changed(file, change, tmp_path, monkeypatch):
+    life.main([str(file)], QUIET, launch=Fake())
+    models: list[Path] = []
+    before = life.measured
+    monkeypatch.setattr(life, "measured", lambda model, *more: models.append(model) or before(model, *more))
+    if change == "rows":
+        (tmp_path / "rows.jsonl").write_text("others")
+    if change == "reward":
+        (tmp_path / "right.py").write_text("another")
+    if change == "most":
+        file.write_text(file.read_text() + "\nrows = 9\n")
+    life.main([str(file)], QUIET, launch=Fake())
+    assert len(models) == (0 if change == "nothing" else 3)
+
+
+def test_a_stage_that_failed_is_mended_in_the_file(file, tmp_path):
+    with pytest.raises(ConfigError, match="mend it"):
+        life.main([str(file)], QUIET, launch=Fake(fails="sft"))
+    file.write_text(file.read_text().replace("sft --model", "sft --steps 3 --model"))
+    later = Fake()
+    life.main([str(file)], QUIET, launch=later)
+    assert [words[0] for words in later.ran] == ["sft", "prefer"]
+
+
+def test_a_stage_is_made_again_when_its_folder_is_removed(file, tmp_path):
+    life.main([str(file)], QUIET, launch=Fake())
+    file.write_text(file.read_text().replace("sft --model", "sft --steps 3 --model"))
+    with pytest.raises(ConfigError, match="'sft' was made") as refused:
+        life.main([str(file)], QUIET, launch=Fake())
+    folder = tmp_path / "out" / "sft"
+    assert f"remove {folder}" in (refused.value.next or "")
+    (folder / "here").unlink()
+    folder.rmdir()
+    later = Fake()
+    life.main([str(file)], QUIET, launch=later)
+    assert [words[0] for words in later.ran] == ["sft"]
+
+
+@pytest.mark.parametrize("command", ["python", "upcycle", "sft"])
+def test_a_stage_that_ended_before_a_kill_was_noted_is_not_refused(file, command, tmp_path):
+    """A script and upcycle write a folder at once and refuse one that is there; sft goes on by itself."""
+    if command == "upcycle":
+        file.write_text(file.read_text().replace("sft --model", "upcycle --model"))
+
+    class Killed(Fake):
+        def __call__(self, words, quiet):
+            super().__call__(words, quiet)
+            if words[0] == command:
+                Path(words[-1]).replace(str(words[-1]).removesuffix(".part"))
+                raise SystemExit
+            return 0, {}
+
+    with pytest.raises(SystemExit):
+        life.main([str(file)], QUIET, launch=Killed())
+    later = Fake()
+    life.main([str(file)], QUIET, launch=later)
+    assert (command in [words[0] for words in later.ran]) == (command == "sft")
+
+
+def test_a_kill_while_a_model_is_scored_keeps_the_stage_and_its_other_scores(file, tmp_path, monkeypatch):
+    more = f'\n[[scores]]\nname = "more"\ntext = "{tmp_path / "rows.jsonl"}"\n'
+    file.write_text(file.read_text() + more)
+    before = life.measured
+
+    def killed(model, score, common):
+        if score.name == "more":
+            raise SystemExit
+        return before(model, score, common)
+
+    monkeypatch.setattr(life, "measured", killed)
+    with pytest.raises(SystemExit):
+        life.main([str(file)], QUIET, launch=Fake())
+    note = json.loads((tmp_path / "out" / "life.json").read_text())["stages"]["pretrain"]
+    assert note["finished"] and list(note["scores"]) == ["right"]
+
+
+def test_ctrl_c_that_a_stage_outlives_stops_before_the_next_one(file):
+    class Outlives(Fake):
+        def __call__(self, words, quiet):
+            code, result = super().__call__(words, quiet)
+            return code, {**result, life.STOP: True} if words[0] == "sft" else result
+
+    with pytest.raises(KeyboardInterrupt, match="in stage sft"):
+        life.main([str(file)], QUIET, launch=Outlives())
+    later = Fake()
+    life.main([str(file)], QUIET, launch=later)
+    assert [words[0] for words in later.ran] == ["prefer"]

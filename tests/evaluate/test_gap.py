@@ -13,7 +13,7 @@ from unfreeze.generate.answer import Completion
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.sampling import Sampling
 from unfreeze.generate.steps import launched
-from unfreeze.models.blocks.moe import MoE
+from unfreeze.models.blocks.routers import Router
 
 SMALL = {
     "vocab_size": 89,
@@ -98,16 +98,16 @@ def test_control_arm_a_router_that_chooses_differently_while_sampling_is_seen(
     family: str, monkeypatch: pytest.MonkeyPatch
 ):
     """M4: one token of a step is sent to another expert."""
-    model, choose = build(family), MoE._choose
+    model, choose = build(family), Router.choose
 
-    def other(self, scores_TE):
-        ids_TK = choose(self, scores_TE).clone()
+    def other(self, scores_TE, **how):
+        ids_TK = choose(self, scores_TE, **how).clone()
         # a cached step; the packed pass and the prompts have more tokens
         if scores_TE.shape[0] <= len(PROMPTS):
             ids_TK[0, 0] = (set(range(8)) - {*ids_TK[0].tolist()}).pop()
         return ids_TK
 
-    monkeypatch.setattr(MoE, "_choose", other)
+    monkeypatch.setattr(Router, "choose", other)
     gap = log_probability_gap(Engine(model, steps=launched), PROMPTS, SAMPLING)
     assert gap.max > 100 * TOLERANCE and gap.worst[0] == 0
 

@@ -10,8 +10,28 @@ from unfreeze.config.parse import parse
 from unfreeze.recipes import pretrain, sft
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted(set((ROOT / "examples").rglob("*.toml")) - {ROOT / "examples" / "clean.toml"})
+OTHERS = {"synth", "lives"}  # recipes of synthesis: tests/synth/test_recipes.py; lives: below
+EXAMPLES = sorted(
+    path
+    for path in set((ROOT / "examples").rglob("*.toml")) - {ROOT / "examples" / "clean.toml"}
+    if path.parent.name not in OTHERS
+)
 """All but a recipe of data clean, which tests/config/test_clean.py reads."""
+
+
+def test_the_stages_of_a_life_are_commands_that_parse(monkeypatch):
+    """Each command of a training recipe, with folders in place of the stages that it reads."""
+    from unfreeze.config.life import filled, read_life
+    from unfreeze.config.recipes import CONFIGS
+
+    monkeypatch.chdir(ROOT)
+    life = read_life(ROOT / "examples" / "lives" / "small.toml")
+    folders = {stage.name: Path("build") / stage.name for stage in life.stages}
+    trained = [stage for stage in life.stages if stage.run and stage.words[0] in CONFIGS]
+    for stage in trained:
+        words = [filled(word, folders) for word in stage.words[1:]]
+        parse(CONFIGS[stage.words[0]], words, command=stage.words[0], description="")
+    assert [stage.words[0] for stage in trained][:4] == ["pretrain", "sft", "pretrain", "distill"]
 
 
 def pretrains(path: Path) -> bool:

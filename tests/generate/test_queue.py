@@ -12,7 +12,7 @@ from unfreeze.generate.recorded import Recorded
 from unfreeze.generate.sampling import Sampling
 from unfreeze.kernels.decode_step.program import Program
 from unfreeze.models.blocks.cache import Cache
-from unfreeze.models.blocks.moe import MoE
+from unfreeze.models.blocks.routers import Router
 from unfreeze.models.blocks.shared_cache import SharedCache
 from unfreeze.parallel.answers import LOGIT_BYTES
 
@@ -231,8 +231,8 @@ def test_chosen_experts_are_those_of_one_packed_pass(build, kind, monkeypatch):
     model = build(kind)
     answers = together(model, 5, experts=True)
     assert all(done.experts is None for done in together(model, 5)[:2])
-    seen, choose = [], MoE._choose
-    monkeypatch.setattr(MoE, "_choose", lambda self, scores: seen.append(choose(self, scores)) or seen[-1])
+    seen, choose = [], Router.choose
+    monkeypatch.setattr(Router, "choose", lambda self, scores: seen.append(choose(self, scores)) or seen[-1])
     for index, done in enumerate(answers):
         prompt = PROMPTS[index // N]
         seen.clear()

@@ -57,7 +57,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Said:
 def placed(layout: Layout, group: Alone) -> setup.Placed:
     trained = SimpleNamespace(attach=lambda model: None)
     given: Any = SimpleNamespace(
-        config=None,
+        config=SimpleNamespace(muon=SimpleNamespace(qk_clip=0.0)),
         parts=SimpleNamespace(trained=trained, objective=None, second=None, beside=lambda model, own: own),
         group=group,
         shape=SimpleNamespace(num_experts=COUNTS.num_experts),

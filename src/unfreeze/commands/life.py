@@ -29,12 +29,17 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.core.units import format_seconds
 from unfreeze.report.life import write_life
+from unfreeze.report.tables import ABSENT
 from unfreeze.untrusted.json_object import read_object
 
 RECORD, PAGE = "life.json", "life.html"
 SCORED = ("pretrain", "sft", "distill", "prefer", "grpo", "upcycle", "merge")
 """Commands that leave a model."""
 COMMANDS = ("tokenizer", "data", *SCORED)
+WHOLE = ("tokenizer", "data", "upcycle", "merge")
+"""Commands whose folder appears when it is complete, as a script's does. They refuse one that is there."""
+STOP = "stop"
+"""Key of a result: the stage is done, but Ctrl-C came meanwhile."""
 
 Launch = Callable[[Sequence[str], bool], tuple[int, dict[str, Any]]]
 """(words of a command, quiet) -> exit code, result."""
@@ -72,10 +77,11 @@ def launch(words: Sequence[str], quiet: bool) -> tuple[int, dict[str, Any]]:
                 child.kill()
                 raise
             interrupted = True
-    if interrupted:
+    if interrupted and child.returncode:
         raise Stopped
     lines = printed.strip().splitlines()
-    return child.returncode, json.loads(lines[-1]) if own and lines and not child.returncode else {}
+    result = json.loads(lines[-1]) if own and lines and not child.returncode else {}
+    return child.returncode, {**result, STOP: True} if interrupted else result
 
 
 def main(arguments: list[str], common: Common, launch: Launch = launch) -> dict[str, Any]:
@@ -88,6 +94,7 @@ def main(arguments: list[str], common: Common, launch: Launch = launch) -> dict[
     refuse_unknown_commands(life)
     keys, out = keys_of(life), Path(life.out)
     record = opened(out, life, keys)
+    forget_other_scores(life, record)
     if config.dry_run:
         return planned(life, record, common)
     with writing(out, "out"):
@@ -103,7 +110,6 @@ def main(arguments: list[str], common: Common, launch: Launch = launch) -> dict[
                 message = f"in stage {stage.name}; to continue, the same command: {again}"
                 raise KeyboardInterrupt(message) from None
         score_stage(life, stage, record, common)
-        keep(out, record)
         write_life(out / PAGE, page_of(life, record))
     told(common, f"\nall {len(life.stages)} stages are done. Page: {out / PAGE}")
     stages = [{"name": stage.name, **shown(record["stages"][stage.name])} for stage in life.stages]
@@ -155,14 +161,20 @@ def opened(out: Path, life: Life, keys: Mapping[str, str]) -> dict[str, Any]:
     record = read_object(out / RECORD, ConfigError)
     for stage in life.stages:
         before = record["stages"].get(stage.name)
-        if before and before["key"] != keys[stage.name]:
+        if before and not has_files(out / stage.name):
+            del record["stages"][stage.name]  # nothing is there: it failed early, or was removed
+        elif before and before["key"] != keys[stage.name]:
             reading = [other.name for other in life.stages if stage.name in other.uses]
             also = f", and {', '.join(reading)}, which read it" if reading else ""
             raise ConfigError(
                 f"stage {stage.name!r} was made by another command or other files{also}",
-                next=f"unfreeze life … --out ANOTHER_FOLDER, or undo the change (it is in {out / RECORD})",
+                next=f"undo the change (it is in {out / RECORD}), remove {out / stage.name}, or --out ANOTHER",
             )
     return record
+
+
+def has_files(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def result_of(folder: Path) -> Path:
@@ -180,8 +192,12 @@ def run_stage(
     """Run one stage and note it. A script writes beside its folder, which is renamed when it ends well."""
     folder = Path(life.out) / stage.name
     words = [filled(word, results(life)) for word in stage.words]
+    again = stage.name in record["stages"]
     note = record["stages"].setdefault(stage.name, {"seconds": 0.0})
     note |= {"key": key, "finished": False, "command": shlex.join(["unfreeze", *words])}
+    if again and (stage.python or words[0] in WHOLE) and has_files(folder):
+        note |= {"finished": True, "code": 0}  # killed between its end and this note
+        return
     keep(Path(life.out), record)
     began = time.monotonic()
     try:
@@ -206,21 +222,51 @@ def run_stage(
     if result.get("finished") is False:
         raise Stopped
     note |= {"finished": True, "code": code}
+    keep(Path(life.out), record)
+    if result.get(STOP):
+        raise Stopped
 
 
 def score_stage(life: Life, stage: Stage, record: dict[str, Any], common: Common) -> None:
     """Measure the scores that this stage's model does not have yet."""
     note = record["stages"][stage.name]
     scores = note.setdefault("scores", {})
-    if not stage.run or stage.words[0] not in SCORED:
-        return
+    out = Path(life.out)
+    if stage.run and stage.words[0] in SCORED:
+        for score in life.scores:
+            if score.name in scores:
+                continue
+            asked = with_paths(score, life)
+            one = measured(results(life)[stage.name], asked, common)
+            scores[score.name] = {"key": score_key(asked), **one}
+            keep(out, record)
+            told(common, f"{stage.name}: {score.name} {words_of(one)}")
+    keep(out, record)
+
+
+def with_paths(score: Score, life: Life) -> Score:
+    """Return the score with the results of stages in place of {NAME}."""
     paths = results(life)
-    for score in life.scores:
-        if score.name in scores:
-            continue
-        update = {name: filled(getattr(score, name), paths) for name in ("text", "data", "reward")}
-        scores[score.name] = measured(paths[stage.name], score.model_copy(update=update), common)
-        told(common, f"{stage.name}: {score.name} {words_of(scores[score.name])}")
+    return score.model_copy(
+        update={name: filled(getattr(score, name), paths) for name in ("text", "data", "reward")}
+    )
+
+
+def score_key(score: Score) -> str:
+    """Hash of a score's fields and of the content of its files."""
+    digest = hashlib.blake2b(score.model_dump_json().encode(), digest_size=16)
+    for name in (score.text, score.data, score.reward.partition(":")[0]):
+        if name and Path(name).is_file():
+            digest.update(Path(name).read_bytes())
+    return digest.hexdigest()
+
+
+def forget_other_scores(life: Life, record: dict[str, Any]) -> None:
+    """Drop values of scores whose rows, reward or fields have changed: they are measured again."""
+    now = {score.name: score_key(with_paths(score, life)) for score in life.scores}
+    for note in record["stages"].values():
+        before = note.get("scores", {})
+        note["scores"] = {name: one for name, one in before.items() if one.get("key") == now.get(name, "")}
 
 
 def words_of(one: Mapping[str, Any]) -> str:
@@ -310,6 +356,9 @@ def changes(scores: Sequence[Score], start: Mapping[str, Any], end: Mapping[str,
     """Words for each score's change: its difference and interval, or "no difference"."""
     cells: list[str] = []
     for score in scores:
+        if score.name not in start["scores"] or score.name not in end["scores"]:
+            cells.append(ABSENT)
+            continue
         gap, low, high = difference(start["scores"][score.name], end["scores"][score.name])
         value = f"{end['scores'][score.name]['value']:.3f}"
         apart = low > 0 or high < 0

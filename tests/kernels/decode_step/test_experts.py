@@ -35,6 +35,7 @@ RULES = {
     "gemma4_text": (NormedRouter, RoutingRule(normalize=True, eps=1e-3)),
     "qwen3_moe": (Router, RoutingRule(normalize=True)),
     "qwen3_moe, not normalised": (Router, RoutingRule()),
+    "chain_of_experts": (Router, RoutingRule("softmax", "E", normalize=True, scale=1.5)),
 }
 
 NOT_RECORDED = {"deepseek_v4"}
