@@ -196,6 +196,30 @@ def test_the_plan_counts_what_trains(grown, chat_rows, tmp_path):
     assert terms[1]["optimizer"] < 0.1 * terms[0]["optimizer"]
 
 
+@pytest.mark.parametrize("use_igate", [True, False])
+def test_passes_of_a_chain_share_the_rows_that_train(use_igate, tmp_path):
+    """Each stack of experts is divided and counted once; its rows have the gradient of all passes."""
+    sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "vocab_size")
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = {name: V3[name] for name in sizes} | heads | {"n_routed_experts": 4, "num_experts_per_tok": 2}
+    config |= {"model_type": "chain_of_experts", "inner_iter": 3, "use_igate": use_igate}
+    documents = pack([Example(list(range(3, 15)), [1.0] * 12)])
+    whole, part = moe_of(config), moe_of(config)
+    train_only(part, Rows(1, 3, 4))
+    for model in (whole, part):
+        hidden_TD = model.hidden(documents, recompute=models.plain)
+        cross_entropy(hidden_TD, model.lm_head, documents).sum.backward()
+    trained = {name: p for name, p in part.named_parameters() if p.requires_grad}
+    full = dict(whole.named_parameters())
+    for name, parameter in trained.items():
+        torch.testing.assert_close(parameter.grad, full[name].grad[1:3], rtol=1e-5, atol=1e-7)
+    manifest = open_checkpoint(written(tmp_path, config))
+    sizes = model_of(models.shape(manifest.config), manifest, None, torch.float32, torch.device("cpu"))
+    planned = OnlyExperts("experts 1-2", 0.1).planned(sizes).sizes
+    assert planned.elements == sum(p.numel() for p in trained.values())
+    assert planned.last_elements == sum(p.numel() for n, p in trained.items() if ".layers.0." in n)
+
+
 def test_a_checksum_sees_one_bit_of_one_number():
     weight = torch.randn(3, 4)
     before = _checksum(weight)

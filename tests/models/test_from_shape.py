@@ -41,6 +41,14 @@ def test_active_parameters_are_without_the_experts_that_a_token_leaves_out():
     assert dense.active == dense.total and "active" not in dense.words() and "active" in counted.words()
 
 
+@pytest.mark.parametrize("passes, idle", [(1, 6), (2, 4), (5, 0)])
+def test_active_parameters_of_a_chain_are_those_of_all_its_passes(passes, idle):
+    sizes = {**SIZES, "vocab_size": 97, "intermediate_size": 64, "moe_intermediate_size": 32}
+    chain = {"model_type": "chain_of_experts", "n_routed_experts": 8, "num_experts_per_tok": 2}
+    counted = count_parameters(models.from_config({**sizes, **chain, "inner_iter": passes}, torch.float32))
+    assert counted.total - counted.active == 2 * idle * 3 * 64 * 32
+
+
 def test_shared_experts_and_further_fields_are_the_familys_own():
     config = made("deepseek_v3", {"kv_lora_rank": 16, "n_group": 2}, num_shared_experts=1)
     assert (config["n_shared_experts"], config["n_routed_experts"], config["kv_lora_rank"]) == (1, 4, 16)

@@ -167,6 +167,26 @@ def test_a_model_that_nothing_balances_is_warned_of_once(start, text, tmp_path):
     assert any("a balance_rate above 0" in event["message"] for event in of_kind(off, "warning"))
 
 
+CLIPPED = {"optimizer.kind": "muon", "muon.qk_clip": 100.0}
+
+
+def test_the_auxiliary_loss_is_the_same_where_logits_are_watched_too(start, text, tmp_path):
+    """qk-clip wraps the objective: the loss must still learn the size of the step, and show all its metrics."""
+    model, first = start(CHAIN), []
+    for name, more in (("muon", {"optimizer.kind": "muon"}), ("clipped", CLIPPED)):
+        run = ran(model, text, tmp_path / name, steps=1, **DRAWN, **more)
+        first.append(of_kind(run, "train")[0])
+    assert first[1]["balance_loss"] == first[0]["balance_loss"] > 0.5
+    assert first[1]["grad_norm"] == first[0]["grad_norm"]
+    assert 0 < first[1]["largest_logit"] < 100
+
+
+def test_a_clip_balances_nothing(start, text, tmp_path):
+    greedy = start({**CHAIN, "topk_method": "greedy"})
+    run = ran(greedy, text, tmp_path / "run", steps=1, **CLIPPED)
+    assert any("nothing balances the experts" in event["message"] for event in of_kind(run, "warning"))
+
+
 def test_what_has_no_effect_is_refused(start, text, tmp_path):
     with pytest.raises(ValueError, match=r"no effect with experts\.choice = best"):
         Experts(temperature=0.5)

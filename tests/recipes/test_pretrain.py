@@ -250,6 +250,12 @@ def test_a_clip_without_muon_is_refused(start, text, tmp_path, capsys):
     assert "muon.qk_clip needs optimizer.kind = muon" in capsys.readouterr().err
 
 
+def test_a_clip_of_frozen_attention_is_refused(start, text, tmp_path, capsys):
+    more = ["--optimizer.kind", "muon", "--muon.qk-clip", "100", "--training.only", "experts 0-1"]
+    assert cli.main([*command(start, text, tmp_path / "run"), *more]) == 2
+    assert "muon.qk_clip scales attention, which training.only freezes" in capsys.readouterr().err
+
+
 def test_muon_is_refused_where_adapters_train(start, text, tmp_path, capsys):
     words = ["sft", "--model", str(start), "--data", str(text), "--out", str(tmp_path / "run")]
     assert cli.main([*words, "--optimizer.kind", "muon"]) == 2

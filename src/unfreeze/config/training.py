@@ -81,6 +81,10 @@ class TrainingConfig(Frozen):
             )
         if self.muon.qk_clip and self.optimizer.kind != "muon":
             raise ValueError("muon.qk_clip needs optimizer.kind = muon: with adamw it is not built")
+        if self.muon.qk_clip and self.training.only:
+            raise ValueError(
+                "muon.qk_clip scales attention, which training.only freezes: it has no effect. Leave it out"
+            )
         template_values(data.template_variables)
         template_time(data.template_date)
         if self.watch.early_stop and not (data.validation or data.validation_fraction):

@@ -78,11 +78,19 @@ class OnlyExperts(AllWeights):
         """The model with the weights counted that train; a layer's experts get their gradient whole first."""
         from unfreeze.models.only import rows_of
 
-        moes, rows = model.meta.moe_layers(), rows_of(self._words, model.shape.num_experts)
-        stacks = {layer: sum(w.numel() for w in moe.experts.parameters()) for layer, moe in moes.items()}
-        each = {  # an expert and its row of the router
-            layer: stacks[layer] // rows.of + moe.gate.weight.shape[1] for layer, moe in moes.items()
-        }
+        rows, depth = rows_of(self._words, model.shape.num_experts), model.shape.num_layers
+        moes = model.meta.moe_layers()
+        stacks = {id(moe.experts): sum(w.numel() for w in moe.experts.parameters()) for moe in moes.values()}
+        each: dict[int, int] = {}  # layer -> numbers of an expert and its row of the router
+        counted: set[int] = set()  # passes of a chain share experts, and may share a gate
+        for key, moe in moes.items():
+            own = {
+                id(moe.experts): stacks[id(moe.experts)] // rows.of,
+                id(moe.gate): moe.gate.weight.shape[1],
+            }
+            new = sum(of for part, of in own.items() if part not in counted)
+            each[key % depth] = each.get(key % depth, 0) + new
+            counted |= own.keys()
         sizes = replace(
             model.sizes,
             elements=len(rows) * sum(each.values()),

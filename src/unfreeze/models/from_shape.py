@@ -213,7 +213,8 @@ def _refuse_config(config: Mapping[str, Any], more: Mapping[str, Any]) -> None:
 class Parameters:
     """Numbers of parameters; a tied matrix counts once.
 
-    active            of one token: all but the routed experts that it does not choose
+    active            of one token: all but the routed experts that it does not choose; of a chain, whose
+                      passes may choose different ones, the most
     embeddings        rows of the embedding and of an untied head
     """
 
@@ -243,11 +244,13 @@ def count_parameters(model: Decoder) -> Parameters:
     """Count the parameters of a model, on "meta" or not. Packed weights do not count right."""
     shape, counted = model.shape, {id(p): p.numel() for p in model.parameters()}
     total = sum(counted.values())
+    passes = shape.moe.passes if shape.moe else 1
+    chosen = min(shape.num_experts, shape.experts_per_token * passes)
     idle = 0
     for name, parameter in model.named_parameters():
         # routed experts are stacked: [experts, …]
         if ".experts." in name and shape.num_experts and parameter.dim() == 3:
-            idle += parameter.numel() // shape.num_experts * (shape.num_experts - shape.experts_per_token)
+            idle += parameter.numel() // shape.num_experts * (shape.num_experts - chosen)
     embeddings = {
         id(p): p.numel()
         for name, p in model.named_parameters()

@@ -65,6 +65,8 @@ def train_only(model: Decoder, rows: Rows) -> None:
 
 
 def _divide(module: ExpertWeight | Router, rows: Rows) -> None:
+    if isinstance(getattr(module, "part", None), Part):
+        return  # by an earlier pass of a chain, whose passes share experts
     whole = module.weight.detach()
     module.part = Part(whole, rows)
     module.weight = nn.Parameter(whole[rows.slice])

@@ -41,8 +41,6 @@ class Balanced:
     how to show what it adds.
     """
 
-    metrics = OF_BALANCE
-
     def __init__(
         self, objective: Callable[..., Loss], mixtures: Mapping[int, Mapping[int, Mixture]], weight: float
     ):
@@ -50,6 +48,7 @@ class Balanced:
         self.mixtures = {Tap(layer, "router"): of_layer for layer, of_layer in mixtures.items()}
         self._inner = taps_of(objective)
         self.taps = self._inner | self.mixtures.keys()
+        self.metrics = (*getattr(objective, "metrics", ()), *OF_BALANCE)
         self._load: Mapping[int, Tensor] | None = None
         self._tokens, self._divisor = 0, 1.0
 

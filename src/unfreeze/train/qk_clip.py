@@ -41,6 +41,8 @@ class LargestLogits:
         self.taps = self._inner | frozenset(self.own)
         self.metrics = (*getattr(objective, "metrics", ()), *OF_LOGITS)
         self._largest: dict[int, Tensor] = {}
+        if begin := getattr(objective, "begin", None):
+            self.begin = begin  # what it must know of the whole step (train/ahead.py)
 
     def __call__(self, hidden_TD: Tensor, lm_head: nn.Module, batch: Batch, tapped: Any = None) -> Loss:
         loss = self.objective(hidden_TD, lm_head, batch, *([tapped] if self._inner else []))

@@ -31,7 +31,11 @@ class UnbalancedWatch:
         self.auxiliary = auxiliary
 
     def __call__(self, state: State, result: StepResult) -> None:
-        if state.step != 1 or self.auxiliary or not result.expert_load or state.after_update:
+        from unfreeze.train.balance import LossFreeBalance
+
+        if state.step != 1 or self.auxiliary or not result.expert_load:
+            return
+        if any(isinstance(change, LossFreeBalance) for change in state.after_update):
             return
         has = "its routers have a selection bias" if biases(state.model) else "its routers have no bias"
         next = "a balance_rate above 0" if biases(state.model) else "--experts.balance-loss 0.01"
