@@ -79,3 +79,15 @@ def test_a_wrong_recipe_is_refused_by_field(folder, text):
 
 def test_out_is_needed(unfreeze, folder):
     assert "needs IN and OUT_DIR" in unfreeze("data", "clean", folder / "in", code=2)
+
+
+def test_the_folder_that_it_writes_is_data_without_its_ledger(tmp_path):
+    from unfreeze.data.rows.sources import files_of
+
+    folder = tmp_path / "clean"
+    folder.mkdir()
+    for name in ("rows-00000.jsonl", "ledger.json"):
+        (folder / name).write_text('{"text": "a"}\n')
+    assert [path.name for path in files_of(str(folder))] == ["rows-00000.jsonl"]
+    (folder / "rows-00000.jsonl").rename(folder / "mine.jsonl")  # a ledger of anyone's is data
+    assert sorted(path.name for path in files_of(str(folder))) == ["ledger.json", "mine.jsonl"]

@@ -108,6 +108,10 @@ def show(ledger: Mapping[str, Any], out: str, console: PipeConsole) -> None:
     )
     if not ledger["kept"]["documents"]:
         console.print("warning: no document is left; the ledger says why", markup=False)
+    else:
+        console.print(
+            f"next: unfreeze tokenizer train {out}    unfreeze data show {out} --model MODEL", markup=False
+        )
 
 
 def _numbers(entry: Mapping[str, Any]) -> tuple[str, str]:

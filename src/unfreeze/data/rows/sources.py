@@ -16,6 +16,9 @@ FORMS = "a .jsonl, .json, .csv, .parquet, .arrow or .txt file, a folder of them,
 SHOWN = 8
 """Maximum number of names in a message."""
 
+LEDGER = "ledger.json"
+"""Account of a folder that data clean wrote; no rows."""
+
 
 def files_of(written: str, field: str = "data", say: Callable[[str], None] = lambda line: None) -> list[Path]:
     """Return the files that `written` stands for, in reading order, and report them with `say`.
@@ -65,12 +68,14 @@ def _folder(path: Path, field: str, say: Callable[[str], None]) -> list[Path]:
     # in a folder from datasets' save_to_disk, skip the caches of map() and its own metadata
     saved = (path / "state.json").is_file()
     notes = ("state.json", "dataset_info.json")
+    cleaned = (path / LEDGER).is_file() and any(entry.name.startswith("rows-") for entry in inside)
     files = [
         entry
         for entry in inside
         if entry.is_file()
         and is_data(entry)
         and not (saved and (entry.name in notes or entry.name.startswith("cache-")))
+        and not (cleaned and entry.name == LEDGER)
     ]
     rows = [entry for entry in files if ending(entry) != ".txt"]
     files = rows or files
