@@ -103,6 +103,7 @@ def test_seeds_are_rows_of_any_data_file(tmp_path, name):
         ({"prompt_tokens": -1, "completion_tokens": 5}, "usage is", False),
         ({"completion_tokens": 5.5}, "usage is", False),
         ([1], "usage is", False),
+        ("\x1b[31m", r"usage is '\x1b[31m'", False),
         (None, "no usage", False),
     ],
 )

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from servers import say
@@ -16,8 +17,9 @@ from synth_plans import PRICES, RECIPE, SEEDS, answered, lines, yoda
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.rows.files import read_rows
 from unfreeze.synth.plan import make_plan, write_plan
-from unfreeze.synth.run import connect, only_here, open_plan
+from unfreeze.synth.run import Watch, connect, only_here, open_plan
 from unfreeze.teach.address import EndpointError
+from unfreeze.teach.budget import Price
 
 
 @pytest.fixture
@@ -405,3 +407,30 @@ def test_a_named_tokenizer_counts_closer_than_bytes_and_never_too_few(planned):
         (planned("http://127.0.0.1:1/v1", f'{RECIPE}tokenizer = "{TINY_K2}"\n') / "plan.json").read_text()
     )
     assert by_tokens["read"] < by_bytes["read"]
+
+
+def test_half_a_surrogate_pair_and_terminal_codes_of_a_server_are_left_out_as_text(serving, planned):
+    """JSON can name half a pair as an escape, UTF-8 has no bytes for it; the other answers are written."""
+    odd = {"s1": ("half \ud800 of it", "stop"), "s2": ("a whole answer", "\x1b[31mred")}
+    numbers = {seed["answer"]: seed["id"] for seed in SEEDS}
+
+    def mixed(server, connection, body):
+        name = numbers[body["messages"][-1]["content"].removeprefix("Say it as Yoda: ")]
+        text, ended = odd.get(name, (f"Thing {name}, it is, hmm.", "stop"))
+        return answered(text, ended=ended)
+
+    folder = planned(serving(mixed).url)
+    fault, written, _ = run(folder)
+    assert fault is None and written.rows == len(SEEDS) - 2
+    assert dict(written.left_out) == {"holds half a surrogate pair": 1, r"ended by \x1b[31mred": 1}
+    left = {row["source"]["seed"]: row for row in lines(folder / "left_out.jsonl")}
+    assert left["s1"]["messages"][-1]["content"] == "half \ud800 of it"
+    assert len(list(read_rows(folder / "rows.jsonl"))) == written.rows
+
+
+def test_before_the_first_answer_no_time_is_forecast(tmp_path):
+    ledger = SimpleNamespace(read=10, written=20, price=Price())
+    watch = Watch(RECIPE, ledger, total=5, show=print, began=time.monotonic() - 60)
+    assert watch.line().endswith("; time left unknown")
+    watch.came = 1
+    assert watch.line().endswith("4 min left") or "4 min 0" in watch.line()

@@ -168,7 +168,7 @@ def opened(out: Path, life: Life, keys: Mapping[str, str]) -> dict[str, Any]:
             also = f", and {', '.join(reading)}, which read it" if reading else ""
             raise ConfigError(
                 f"stage {stage.name!r} was made by another command or other files{also}",
-                next=f"undo the change (it is in {out / RECORD}), remove {out / stage.name}, or --out ANOTHER",
+                next=f"undo the change (see {out / RECORD}), remove {out / stage.name}, or --out ANOTHER",
             )
     return record
 
@@ -236,9 +236,9 @@ def score_stage(life: Life, stage: Stage, record: dict[str, Any], common: Common
         for score in life.scores:
             if score.name in scores:
                 continue
-            asked = with_paths(score, life)
-            one = measured(results(life)[stage.name], asked, common)
-            scores[score.name] = {"key": score_key(asked), **one}
+            filled_in = with_paths(score, life)
+            one = measured(results(life)[stage.name], filled_in, common)
+            scores[score.name] = {"key": score_key(filled_in), **one}
             keep(out, record)
             told(common, f"{stage.name}: {score.name} {words_of(one)}")
     keep(out, record)

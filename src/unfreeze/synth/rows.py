@@ -214,4 +214,5 @@ def _text_of(row: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair: as JSON's \\ud800

@@ -139,10 +139,12 @@ class Watch:
 
     def line(self) -> str:
         """'412 of 1,000 requests answered, 3 failed; $0.41 of $2.00 booked; 3 min 20 s left'."""
-        each = (time.monotonic() - self.began) / max(1, self.came)
-        left = format_seconds(each * max(0, self.total - self.came))
+        left = "time left unknown"  # before the first answer
+        if self.came:
+            each = (time.monotonic() - self.began) / self.came
+            left = f"{format_seconds(each * max(0, self.total - self.came))} left"
         failed = f", {self.failures:,} failed" if self.failures else ""
-        return f"{self.came:,} of {self.total:,} requests answered{failed}; {money(self.ledger)}; {left} left"
+        return f"{self.came:,} of {self.total:,} requests answered{failed}; {money(self.ledger)}; {left}"
 
 
 def over_booked(fault: str) -> EndpointError:

@@ -35,7 +35,7 @@ def checked(request: Request, answer: Answer, count: Count | None) -> Usage:
         return Usage(fault="no usage")
     read, written = (_number(held, name) for name in ("prompt_tokens", "completion_tokens"))
     if read is None or written is None:
-        return Usage(fault=f"usage is {str(held)[:80]}")
+        return Usage(fault=f"usage is {held!r:.80}")
     if written > request.written:
         return Usage(
             read,

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from unfreeze.config.clean import Contamination, Duplicates
-from unfreeze.core.errors import ConfigError, UserError, nearest
+from unfreeze.core.errors import ConfigError, UserError, nearest, printable
 from unfreeze.data.clean.contamination import Evaluation
 from unfreeze.data.clean.document import Document
 from unfreeze.data.clean.duplicates import Exact, Near
@@ -28,6 +28,8 @@ LANGUAGES = {
     **{language: language for language in ("zh", "ja", *ALONE.values())},
 }
 """Language -> its script, or itself where the script is enough."""
+HALF = re.compile("[\ud800-\udfff]")
+"""JSON can name such a character, UTF-8 and so no data file can hold it."""
 THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
@@ -37,9 +39,11 @@ def fault_of(answer: Answer, recipe: Recipe) -> str:
     if answer.ended == "length":
         return f"cut at max_tokens = {recipe.max_tokens}"
     if answer.ended not in ("stop", "tool_calls"):
-        return f"ended by {answer.ended}"
+        return f"ended by {printable(answer.ended)}"
     if not text.strip():
         return "empty"
+    if HALF.search(text + answer.reasoning):
+        return "holds half a surrogate pair"
     if not check.least_chars <= len(text) <= check.most_chars:
         return f"not of {check.least_chars:,} to {check.most_chars:,} characters"
     lower = text.lower()
