@@ -68,12 +68,12 @@ class Rows:
     def made(self) -> list[Made]:
         """Return a row or a fault for each answer that is there, in the order of the seeds."""
         make = {"messages": self._messages, "pairs": self._pair, "labels": self._label}[self.recipe.kind]
-        each_row = [
+        with_faults = [
             each
             for seed, own in zip(self.requests.seeds, self.requests.by_seed, strict=True)
             for each in make(seed, own)
         ]
-        good = [each for each in each_row if not each.fault]
+        good = [each for each in with_faults if not each.fault]
         leaked = contaminated([_text_of(each.row, ALL) for each in good], self.recipe.check.against)
         for place, where in leaked.items():
             good[place].fault = LEAKED
@@ -82,7 +82,7 @@ class Rows:
         for place, other in repeats.items():
             good[place].fault = good[place].fault or "repeats another row"
             good[place].row["source"]["repeats"] = good[other].row["source"]["seed"]
-        return each_row
+        return with_faults
 
     def _messages(self, seed: Seed, own: Sequence[Request]) -> Iterator[Made]:
         for request in own:
@@ -187,15 +187,15 @@ def write_rows(
     out: Path | None = None,
 ) -> Written:
     """Write the rows and what was left out, each file atomically. out: of the rows; None: in the folder."""
-    each_row = Rows(plan, recipe, requests, ledger, known).made()
+    with_faults = Rows(plan, recipe, requests, ledger, known).made()
     written = Written(out or folder / ROWS)
     written.path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [each.row for each in each_row if not each.fault]
-    left = [{"fault": each.fault, **each.row} for each in each_row if each.fault]
+    rows = [each.row for each in with_faults if not each.fault]
+    left = [{"fault": each.fault, **each.row} for each in with_faults if each.fault]
     write_file(written.path, _lines(rows))
     write_file(folder / LEFT_OUT, _lines(left))
     written.rows = len(rows)
-    written.left_out.update(each.fault for each in each_row if each.fault)
+    written.left_out.update(each.fault for each in with_faults if each.fault)
     for answer in known.values():
         usage = answer.about.get("usage")
         fault = answer.about.get("usage_fault", "")
