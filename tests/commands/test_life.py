@@ -162,7 +162,10 @@ def test_a_dry_run_prints_the_commands_and_runs_nothing(file, tmp_path, capsys):
     fake = Fake()
     life.main([str(file), "--dry-run"], QUIET, launch=fake)
     assert fake.ran == [] and not (tmp_path / "out").exists()
-    assert f"sft --model {tmp_path}/out/pretrain --data" in capsys.readouterr().out
+    shown, out = capsys.readouterr().out, tmp_path / "out"
+    # pretrain leaves a model in its folder, as it does when it has run
+    assert f"unfreeze sft --model {out}/pretrain/model --data {out}/files/a.jsonl --out {out}/sft\n" in shown
+    assert f"python {tmp_path}/make.py {out}/files\n" in shown
 
 
 def test_begins_at_is_the_adapter_else_the_model(file):

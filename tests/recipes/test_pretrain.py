@@ -250,6 +250,12 @@ def test_a_clip_without_muon_is_refused(start, text, tmp_path, capsys):
     assert "muon.qk_clip needs optimizer.kind = muon" in capsys.readouterr().err
 
 
+def test_settings_of_muon_without_muon_are_refused(start, text, tmp_path, capsys):
+    more = ["--muon.update-scale", "original"]
+    assert cli.main([*command(start, text, tmp_path / "run"), *more]) == 2
+    assert "[muon] has settings, but optimizer.kind is adamw" in capsys.readouterr().err
+
+
 def test_a_clip_of_frozen_attention_is_refused(start, text, tmp_path, capsys):
     more = ["--optimizer.kind", "muon", "--muon.qk-clip", "100", "--training.only", "experts 0-1"]
     assert cli.main([*command(start, text, tmp_path / "run"), *more]) == 2

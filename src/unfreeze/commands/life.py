@@ -288,16 +288,28 @@ def keep(out: Path, record: Mapping[str, Any]) -> None:
 
 
 def planned(life: Life, record: Mapping[str, Any], common: Common) -> dict[str, Any]:
-    """Print the commands, and whether each is done."""
+    """Print the commands as they can be typed, and whether each stage is done."""
     commands: list[dict[str, Any]] = []
+    paths = {**results(life), **expected(life, record)}
     for stage in life.stages:
-        head = "python" if stage.python else "unfreeze"
         done = bool(record["stages"].get(stage.name, {}).get("finished"))
-        words = " ".join([head, *(filled(word, results(life)) for word in stage.words)])
+        folder, own = str(Path(life.out) / stage.name), [filled(word, paths) for word in stage.words]
+        words = shlex.join(["python", *own, folder] if stage.python else ["unfreeze", *own, "--out", folder])
         commands.append({"name": stage.name, "command": words, "done": done})
         if not common.json:
             print(f"{stage.name}{' (done)' if done else ''}\n  {words}")
     return {"stages": commands, "finished": False}
+
+
+def expected(life: Life, record: Mapping[str, Any]) -> dict[str, Path]:
+    """Results of the stages that have not run: <out>/NAME/model where every weight trains."""
+    return {
+        stage.name: Path(life.out) / stage.name / "model"
+        for stage in life.stages
+        if stage.name not in record["stages"]
+        and stage.run
+        and (stage.words[0] == "pretrain" or "--train all" in " ".join(stage.words))
+    }
 
 
 def page_of(life: Life, record: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,6 +81,10 @@ class TrainingConfig(Frozen):
             )
         if self.muon.qk_clip and self.optimizer.kind != "muon":
             raise ValueError("muon.qk_clip needs optimizer.kind = muon: with adamw it is not built")
+        if self.muon != type(self.muon)() and self.optimizer.kind != "muon":
+            raise ValueError(
+                "[muon] has settings, but optimizer.kind is adamw: set it to muon, or remove them"
+            )
         if self.muon.qk_clip and self.training.only:
             raise ValueError(
                 "muon.qk_clip scales attention, which training.only freezes: it has no effect. Leave it out"
