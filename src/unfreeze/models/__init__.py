@@ -67,6 +67,7 @@ from unfreeze.models import (
 )
 from unfreeze.models.allowed import Fields, refuse_unbuilt, unknown
 from unfreeze.models.fields import check_fields, check_sizes, without_nulls
+from unfreeze.models.parts import ASSEMBLED, placed
 from unfreeze.models.shape import Shape
 from unfreeze.models.unbuilt import missing, nearest_family, unbuilt_parts
 from unfreeze.models.wrappers import WRAPPERS
@@ -161,7 +162,7 @@ FAMILIES: dict[str, ModuleType] = {
     "smollm3": smollm3,
 }
 
-ONLY_HERE = frozenset(("chain_of_experts",))
+ONLY_HERE = frozenset(("chain_of_experts", ASSEMBLED))
 """Model types of this project: no other program loads them."""
 
 
@@ -246,6 +247,7 @@ def not_followed(config: Mapping[str, object]) -> str:
 
     Returns "" if there is none.
     """
+    config = _bare(config)
     text = _text(config)
     fields = unknown(text, _family(text).FIELDS)
     if text is not config:
@@ -261,6 +263,7 @@ def notes(config: Mapping[str, object]) -> list[str]:
 
 def beside(config: Mapping[str, object]) -> str:
     """Return the line on a config around a text_config; "" for others."""
+    config = _bare(config)
     if _text(config) is config:
         return ""
     return f"model_type {config['model_type']!r}: its language model trains; other tensors stay as they are"
@@ -272,12 +275,31 @@ def _outer(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in silent}
 
 
+def _bare(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the family itself, of a model with other parts (parts/); any other as it is."""
+    if config.get("model_type") != ASSEMBLED:
+        return config
+    own = {name: value for name, value in config.items() if name not in ("parts", "base_model_type")}
+    if not isinstance(config.get("parts"), list) or not isinstance(config.get("base_model_type"), str):
+        raise CheckpointError(
+            f"config.json: model_type {ASSEMBLED!r} needs base_model_type, a text, and parts, a list",
+            next="make the model again: unfreeze swap",
+        )
+    return {**own, "model_type": config["base_model_type"]}
+
+
 def shape(config: Mapping[str, Any]) -> Shape:
     """Read the language model's sizes from config.json (in `text_config` if it has one, as in Kimi-K2.5).
 
     Raises CheckpointError naming the field that is missing, has the wrong type, is out of range, or does not
     fit another (models/fields.py).
     """
+    bare = _bare(config)
+    own = _shape(bare)
+    return own if bare is config else replace(own, parts=placed(config["parts"], own.num_layers))
+
+
+def _shape(config: Mapping[str, Any]) -> Shape:
     text = _text(config)
     present = without_nulls(text)
     family = _family(present)

@@ -31,6 +31,7 @@ from unfreeze.models.blocks.routers import Router, RoutingRule
 from unfreeze.models.blocks.streams import HyperConnection
 from unfreeze.models.decoder import Body, Decoder
 from unfreeze.models.fields import check_against_files
+from unfreeze.models.parts import assembled
 from unfreeze.models.publish import declared_dtype
 from unfreeze.models.shape import Shape
 from unfreeze.quant.codec import Codec
@@ -223,7 +224,9 @@ def build(
     """
     make = Factory(dtype, device, codec_for, held_for)
     family = FAMILIES[shape.model_type]
-    layers = [family.layer(shape, index, make) for index in range(shape.num_layers)]
+    layers = [
+        assembled(family.layer(shape, index, make), shape, index, make) for index in range(shape.num_layers)
+    ]
     embed_tokens, norm, lm_head = getattr(family, "ends", ends)(shape, make)
     body = Body(embed_tokens, layers, norm)
     if shape.tied:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models.blocks.rope import Rope
+from unfreeze.models.parts import Placed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,6 +61,7 @@ class Shape:
     softcap      of the logits, c · tanh(z / c); None: no cap
     streams      copies of the residual between layers (blocks/streams.py)
     wrapper      model_type of the config around this text_config (wrappers.py); "": none
+    parts        parts in place of the family's own, in their order (parts/)
     """
 
     model_type: str
@@ -84,6 +86,7 @@ class Shape:
     softcap: float | None = None
     streams: int = 1
     wrapper: str = ""
+    parts: tuple[Placed, ...] = ()
 
     def tables(
         self, positions_T: Tensor, lengths_T: Tensor | None = None

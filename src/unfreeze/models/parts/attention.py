@@ -1,0 +1,32 @@
+"""Parts for attention that are the family's own with another mask, or with norms on q and k."""
+
+from __future__ import annotations
+
+from unfreeze.kernels.attention import CAUSAL, Mask
+from unfreeze.models.blocks.attention import Attending, Attention
+from unfreeze.models.parts import At, refuse
+
+
+def full(own: Attending, at: At) -> Attending:
+    """The same attention without a window."""
+    if not isinstance(own, Attending):
+        refuse(own, "full", "an attention with queries, keys and values", at)
+    own.mask = CAUSAL
+    return own
+
+
+def sliding_window(own: Attending, at: At, *, window: int) -> Attending:
+    """The same attention to the last `window` tokens."""
+    if not isinstance(own, Attending):
+        refuse(own, "sliding_window", "an attention with queries, keys and values", at)
+    own.mask = Mask(window=window)
+    return own
+
+
+def qk_norm(own: Attention, at: At) -> Attention:
+    """The same attention with an RMSNorm per head on q and k."""
+    if type(own) is not Attention:
+        refuse(own, "qk_norm", "grouped-query attention", at)
+    own.q_norm = at.make.norm(own.head_dim, at.shape.rms_norm_eps)
+    own.k_norm = at.make.norm(own.head_dim, at.shape.rms_norm_eps)
+    return own
