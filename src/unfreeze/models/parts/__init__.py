@@ -1,14 +1,14 @@
-"""Parts that take the place of a family's own: attentions, norms, whole layers. An architecture is a list of them.
+"""Parts that take the place of a family's own: attentions, norms, layers. An architecture is their list.
 
 config.json of a model with other parts:
 
-    "model_type": "unfreeze_parts",            # no other program computes these parts, so none may load the model
-    "base_model_type": "llama",                # whose fields the others are
+    "model_type": "unfreeze_parts",     # no other program computes these parts, so none may load the model
+    "base_model_type": "llama",         # the other fields are this family's
     "parts": [{"at": "layers.*.self_attn", "part": "moba", "block": 64, "chosen": 3}, …]
 
-The entries apply in their order. `at` names modules as the checkpoint does; * stands for every number, 2-5 for
-the numbers 2 to 5. A part is a function from the family's own module, without values, to the module in its
-place: it takes over the parameters it can use, under their names, and adds its own.
+The entries apply in their order. `at` names modules as the checkpoint does; * stands for every number, 2-5
+for the numbers 2 to 5. A part is a function from the family's own module, without values, to the module in
+its place: it takes over the parameters that it can use, under their names, and adds its own.
 """
 
 from __future__ import annotations
