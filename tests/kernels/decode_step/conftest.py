@@ -21,8 +21,9 @@ def dtype(request):
 def recorded():
     """record(program, *rows) -> its result, for inputs [S, width]."""
 
-    def run(record, *inputs, dtype=torch.float32, positions=None):
+    def run(record, *inputs, dtype=torch.float32, positions=None, wide_from=None):
         program = Program(len(inputs[0]), dtype)
+        program._wide_from = wide_from  # None: the loops at any number of rows, on every class of CPU
         if positions is not None:
             program.positions[:] = positions
             program.place(None, len(positions))

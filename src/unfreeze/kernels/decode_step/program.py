@@ -25,6 +25,7 @@ from unfreeze.kernels.decode_step.formats import packed_weight
 from unfreeze.kernels.decode_step.ops import ACT_WIDTH, LINEAR_ROWS
 from unfreeze.kernels.decode_step.pointer import Callee
 from unfreeze.kernels.decode_step.weights import DENSE, CannotRecord, Weight, dense_weight
+from unfreeze.kernels.decode_step.wide import Product, Wide, wide_from
 from unfreeze.kernels.loops.bf16_cpu import available
 from unfreeze.kernels.loops.cores import in_runs
 from unfreeze.quant.codec import Packed
@@ -33,6 +34,7 @@ Tables = tuple[int, int, int]
 """Addresses of cos and sin, float32 [S, pairs], and the number of pairs."""
 
 COLUMNS = team.ARGUMENTS + ARGUMENTS
+_Stop = tuple[int, int, Callable[[int], None] | None]
 
 
 class Row:
@@ -103,6 +105,8 @@ class Program:
         self._holds: list[Any] = [self.positions, self.places, self.shared]
         self._operations: list[_Operation] = []
         self._calls: list[tuple[int, Callable[[int], None]]] = []  # before operation i, on the host
+        self._wide: list[Wide] = []  # in place of operation i, on the host, for many rows
+        self._wide_from = wide_from(self.pairs)
         self._free: dict[int, list[Row]] = {}
         self._taken: list[Row] = []
         self._scratch: dict[tuple[int, int], Tensor] = {}
@@ -232,12 +236,12 @@ class Program:
 
     def attempt(self, record: Callable[[], Row]) -> Row | None:
         """record(), or None if it raises CannotRecord; what it had appended is taken back."""
-        before = len(self._operations), len(self._calls), len(self._fresh)
+        before = len(self._operations), len(self._calls), len(self._fresh), len(self._wide)
         waits = self._phase, set(self._read), set(self._written)
         try:
             return record()
         except CannotRecord:
-            del self._operations[before[0] :], self._calls[before[1] :]
+            del self._operations[before[0] :], self._calls[before[1] :], self._wide[before[3] :]
             self._phase, self._read, self._written = waits
             for row in self._fresh[before[2] :]:
                 row.stale = True
@@ -282,6 +286,11 @@ class Program:
         packed, out = self.packed(x), self.row(O)
         end = [add.address, add.stride] if add is not None else [0, 0]
         arguments = [*W.arguments, K, O, packed, self.packed_stride(x), out.address, out.stride]
+        if self._wide_from is not None and isinstance(weight, Tensor) and weight.dtype == torch.bfloat16:
+            more = None if adapter is None or low is None else (low.tensor, adapter[1].detach(), adapter[2])
+            ends = None if bias is None else bias.detach().float(), None if add is None else add.tensor
+            product = Product(x.packed, weight.detach(), out.tensor, *ends, factor, more)
+            self._wide.append((len(self._operations), product))
         self.add(
             ops.linear,
             -(-O // LINEAR_ROWS),
@@ -446,19 +455,24 @@ class Program:
             self._table[i, team.ARGUMENTS : team.ARGUMENTS + len(operation.arguments)] = operation.arguments
             self._numbers[i, : len(operation.numbers)] = operation.numbers
         self._counters = np.zeros((len(self._operations), 2), np.int64)
+        # (operation, operations it replaces, function): a call comes before an operation, never in its place
+        calls = [(end, 0, function) for end, function in self._calls]
+        wide = [(end, 1, function) for end, function in self._wide]
+        last: list[_Stop] = [(len(self._operations), 0, None)]
+        self._stops = calls + last, sorted(calls + wide, key=lambda stop: stop[:2]) + last
 
     def run(self, rows: int) -> None:
         """Compute the step of the first `rows` sequences. Raises ValueError for more than were recorded."""
         if rows > self.rows:
             raise ValueError(f"{rows} sequences in a step recorded for {self.rows}")
         self._counters.fill(0)
-        begin = 0
-        for end, function in [*self._calls, (len(self._operations), None)]:
+        begin, wide = 0, self._wide_from is not None and rows >= self._wide_from
+        for end, skipped, function in self._stops[wide]:
             if end > begin:
                 self._work(begin, end, rows)
             if function is not None:
                 function(rows)
-            begin = end
+            begin = end + skipped
 
     def _work(self, begin: int, end: int, rows: int) -> None:
         threads = torch.get_num_threads()

@@ -40,7 +40,7 @@ def work(like, table, numbers, begin, end, rows, counters):
     counter, failed = counters.ctypes.data, 0
     for i in range(begin, end):
         a = table[i]
-        for before in range(a[FIRST], i):
+        for before in range(max(a[FIRST], begin), i):  # what came before `begin` is done
             turns = 0
             while read(counter + 16 * before + 8) < done[before]:
                 turns += 1
