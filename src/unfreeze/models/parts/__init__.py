@@ -98,6 +98,20 @@ PARTS: dict[str, Part] = {
         "arXiv:2302.05442",
         f"{_BLOCKS}attention:qk_norm",
     ),
+    "pre_norm": Part(
+        LAYER, "x + f(norm(x)), f attention and then the MLP", "arXiv:2002.04745", f"{_BLOCKS}norms:pre_norm"
+    ),
+    "post_norm": Part(LAYER, "norm(x + f(x))", "arXiv:1706.03762", f"{_BLOCKS}norms:post_norm"),
+    "sandwich_norm": Part(LAYER, "x + norm(f(norm(x)))", "arXiv:2105.13290", f"{_BLOCKS}norms:sandwich_norm"),
+    "branch_norm": Part(
+        LAYER, "x + norm(f(x)), as in OLMo 2", "arXiv:2501.00656", f"{_BLOCKS}norms:branch_norm"
+    ),
+    "deep_norm": Part(
+        LAYER,
+        "norm(α x + f(x)), α = (2L)^¼; v, o and MLP begin (8L)^-¼ smaller; L layers",
+        "arXiv:2203.00555",
+        f"{_BLOCKS}norms:deep_norm",
+    ),
 }
 """name -> part."""
 
