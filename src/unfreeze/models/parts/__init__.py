@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 ASSEMBLED = "unfreeze_parts"
 """model_type of a model with other parts than its family's."""
+ARCHITECTURE = "UnfreezePartsForCausalLM"
+"""In its `architectures`: no program has a class of this name."""
 LAYER, ATTENTION = "", "self_attn"
 """Slots: the whole layer, its attention."""
 
@@ -134,6 +136,16 @@ def places(at: str, num_layers: int) -> tuple[str, list[int]]:
             f"parts: {at!r}: the model has layers 0 to {num_layers - 1}", next="correct the numbers"
         )
     return match[2] or LAYER, list(range(begin, end + 1))
+
+
+def assembled_config(config: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """config.json of a family's model with other parts.
+
+    Programs that choose their code by `architectures` must not take the family's, so it has a name of ours.
+    """
+    own = {name: value for name, value in config.items() if name not in ("model_type", "architectures")}
+    kind = {"architectures": [ARCHITECTURE], "model_type": ASSEMBLED, "base_model_type": config["model_type"]}
+    return {**kind, **own, "parts": [dict(entry) for entry in parts]}
 
 
 def completed(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
