@@ -21,7 +21,7 @@ from unfreeze.models.layer import Layer
 
 Readable = MLP | FusedMLP | PlainMLP | ReadMoE
 """What a norm can stand after: its `read` computes the output again in a recomputation."""
-INTO_VALUES = ("v_proj.weight", "o_proj.weight")
+INTO_VALUES = ("v_proj", "o_proj")
 """Matrices of attention that DeepNorm scales; those of q and k it leaves as they are."""
 
 
@@ -136,7 +136,7 @@ class NormedSums(Layer):
             for name, parameter in self.named_parameters()
             if id(parameter) not in routers
             and parameter.dim() >= 2
-            and (name.startswith("mlp.") or name.endswith(INTO_VALUES))
+            and (name.startswith("mlp.") or name.split(".")[-2] in INTO_VALUES)
         ]
         scale = self.beta * self.std
         return {

@@ -22,7 +22,7 @@ from unfreeze.models.blocks.nonlinearity import SQUARED_RELU
 from unfreeze.models.factory import Factory
 from unfreeze.models.layer import Layer
 from unfreeze.models.parts import At
-from unfreeze.models.parts.norms import deep_norm, post_norm, pre_norm
+from unfreeze.models.parts.norms import post_norm, pre_norm
 
 L, D = BASE["num_hidden_layers"], BASE["hidden_size"]
 ALPHA = (2 * L) ** 0.25
@@ -229,7 +229,14 @@ def test_torchs_encoder_layer(part, first):
             drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(1 + 0.3 * drawn if "norm" in key else drawn / 8)
     theirs = nn.TransformerEncoderLayer(
-        D, 4, 96, dropout=0, activation=lambda x: F.relu(x) ** 2, batch_first=True, norm_first=first, bias=False
+        D,
+        4,
+        96,
+        dropout=0,
+        activation=lambda x: F.relu(x) ** 2,
+        batch_first=True,
+        norm_first=first,
+        bias=False,
     ).double()
     norms = [module for key, module in layer.named_children() if "norm" in key]
     for place, norm in enumerate(norms, 1):

@@ -98,9 +98,7 @@ def _read(mlp: Block, part: str, at: At) -> Readable:
 
 def _normed_sums(own: Layer, at: At, part: str, alpha: float, beta: float) -> NormedSums:
     inside = _inside(own, part, at)
-    if beta != 1 and not all(
-        any(name.endswith(end) for name, _ in inside.attention.named_parameters()) for end in INTO_VALUES
-    ):
+    if beta != 1 and not {name for name, _ in inside.attention.named_children()}.issuperset(INTO_VALUES):
         refuse(inside.attention, part, "a layer whose attention has v_proj and o_proj", at)
     return NormedSums(
         self_attn=inside.attention,
