@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from unfreeze.core.errors import CheckpointError, nearest
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 ASSEMBLED = "unfreeze_parts"
 """model_type of a model with other parts than its family's."""
+ARCHITECTURE = "UnfreezePartsForCausalLM"
+"""In its `architectures`: no program has a class of this name."""
 LAYER, ATTENTION = "", "self_attn"
 """Slots: the whole layer, its attention."""
 
@@ -98,6 +100,20 @@ PARTS: dict[str, Part] = {
         "arXiv:2302.05442",
         f"{_BLOCKS}attention:qk_norm",
     ),
+    "pre_norm": Part(
+        LAYER, "x + f(norm(x)), f attention and then the MLP", "arXiv:2002.04745", f"{_BLOCKS}norms:pre_norm"
+    ),
+    "post_norm": Part(LAYER, "norm(x + f(x))", "arXiv:1706.03762", f"{_BLOCKS}norms:post_norm"),
+    "sandwich_norm": Part(LAYER, "x + norm(f(norm(x)))", "arXiv:2105.13290", f"{_BLOCKS}norms:sandwich_norm"),
+    "branch_norm": Part(
+        LAYER, "x + norm(f(x)), as in OLMo 2", "arXiv:2501.00656", f"{_BLOCKS}norms:branch_norm"
+    ),
+    "deep_norm": Part(
+        LAYER,
+        "norm(α x + f(x)), α = (2L)^¼; v, o and MLP begin (8L)^-¼ smaller; L layers",
+        "arXiv:2203.00555",
+        f"{_BLOCKS}norms:deep_norm",
+    ),
 }
 """name -> part."""
 
@@ -120,6 +136,16 @@ def places(at: str, num_layers: int) -> tuple[str, list[int]]:
             f"parts: {at!r}: the model has layers 0 to {num_layers - 1}", next="correct the numbers"
         )
     return match[2] or LAYER, list(range(begin, end + 1))
+
+
+def assembled_config(config: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """config.json of a family's model with other parts.
+
+    Programs that choose their code by `architectures` must not take the family's, so it has a name of ours.
+    """
+    own = {name: value for name, value in config.items() if name not in ("model_type", "architectures")}
+    kind = {"architectures": [ARCHITECTURE], "model_type": ASSEMBLED, "base_model_type": config["model_type"]}
+    return {**kind, **own, "parts": [dict(entry) for entry in parts]}
 
 
 def completed(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,7 +229,7 @@ def assembled(layer: Block, shape: Shape, index: int, make: Factory) -> Block:
     return layer
 
 
-def refuse(own: object, part: str, needs: str, at: At) -> None:
+def refuse(own: object, part: str, needs: str, at: At) -> NoReturn:
     """Raise the error for a part that cannot take the place of this module."""
     raise CheckpointError(
         f"parts: {part} takes the place of {needs}; {at.module} of a {at.shape.model_type} is"
