@@ -1,7 +1,7 @@
 """unfreeze swap MODEL "layers.*.self_attn" moba --out DIR: put a part in place of a model's own.
 
-The parts, with formula, source and options: unfreeze pretrain --help parts. Parameters that the part has under
-the same name are kept (--init copy) or all of its parameters drawn (--init new); everything outside keeps its
+The parts, with formula, source and options: unfreeze pretrain --help parts. --init copy keeps the parameters
+that the part has too, under the same name; --init new draws all of the part's. Everything outside keeps its
 bytes, packed experts too. Swapping a swapped model adds to its parts. `full` where attention is full already
 copies the model. It works file by file: to continue after an interruption, run the same command again.
 """

@@ -27,7 +27,7 @@ from unfreeze.checkpoint.resolve import resolve
 from unfreeze.checkpoint.save import sync_folder
 from unfreeze.checkpoint.shard import CHUNK, Shard
 from unfreeze.checkpoint.tensors import NAME, TORCH_DTYPE
-from unfreeze.compress import shards, upcycle
+from unfreeze.compress import upcycle
 from unfreeze.compress.grow import by_layer
 from unfreeze.compress.shards import Progress, Record
 from unfreeze.compress.swapped import Difference, Wish, config_with, difference, shape_with, value_of
@@ -70,13 +70,12 @@ def opened(manifest: Manifest, wish: Wish) -> Swap:
     ConfigError for parameters that do not fit.
     """
     before = resolved(manifest)
-    old = before.shape
-    after = models.meta_model(shape_with(old, wish), manifest, torch.bfloat16)
+    after = models.meta_model(shape_with(before, wish), manifest, torch.bfloat16)
     return Swap(manifest, wish, before, after, difference(before, after, wish))
 
 
 def resolved(manifest: Manifest) -> Decoder:
-    """The checkpoint's model without values. Raises CheckpointError if its files are not those of the model."""
+    """The checkpoint's model without values. Raises CheckpointError if the files are not the model's."""
     shape = models.shape(manifest.config)
     model = models.meta_model(shape, manifest, torch.bfloat16)
     rules, tied = models.rules(shape), models.tied(shape)

@@ -26,8 +26,7 @@ def swapped(model: Model, wish: Wish, *, keep: bool = True) -> Model:
     """
     before = model.decoder
     _refuse(before)
-    shape = shape_with(before.shape, wish)
-    after = built(before, shape)
+    after = built(before, shape_with(before, wish))
     change = difference(before, after, wish)
     manifest = model.manifest
     if manifest is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from unfreeze import models
 from unfreeze.compress.draws import generator_of
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.models.blocks.linear import PackedHolder
 from unfreeze.models.decoder import Decoder
 from unfreeze.models.init import first_value
@@ -78,11 +78,30 @@ class Difference:
     same: bool
 
 
-def shape_with(old: Shape, wish: Wish) -> Shape:
-    """The shape after the swap. Raises CheckpointError for a place, part or option that is unknown."""
+def shape_with(before: Decoder, wish: Wish) -> Shape:
+    """The shape after the swap.
+
+    Raises CheckpointError for a place, part or option that is unknown, ConfigError for layers without the
+    module.
+    """
     if wish.init not in INITS:
-        raise ConfigError(f"init is {wish.init!r}; it must be copy or new", next="--init copy")
-    return replace(old, parts=(*old.parts, *placed([wish.entry], old.num_layers)))
+        raise ConfigError(
+            f"init is {wish.init!r}{nearest(str(wish.init), INITS)}; it must be copy or new",
+            next="--init copy",
+        )
+    old = before.shape
+    shape = replace(old, parts=(*old.parts, *placed([wish.entry], old.num_layers)))
+    slot, layers = places(wish.at, old.num_layers)
+    having = [layer for layer, module in enumerate(before.layers) if not slot or slot in module._modules]
+    lacking = [layer for layer in layers if layer not in having]
+    if lacking:
+        first = f'"layers.{having[0]}.{slot}"' if having else "a part for whole layers"
+        raise ConfigError(
+            f"layer {lacking[0]} of this {old.model_type} has no {slot}; {len(having)} of {len(before.layers)}"
+            " have",
+            next=f"one swap for each; the first: {first}",
+        )
+    return shape
 
 
 def config_with(config: Mapping[str, Any], wish: Wish) -> dict[str, Any]:
@@ -169,7 +188,9 @@ def _alike(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _refuse_left(shape: Shape, layer: int, wish: Wish, slot: str, unchanged: bool) -> None:
-    """Raise ConfigError if an earlier part stays where another was asked for."""
+    """Raise ConfigError if `full` is asked for, and an earlier part stays in its place."""
+    if wish.part != "full":  # the others may add to a part: a norm to a window
+        return
     there = [part.name for part in shape.parts if part.layer == layer and PARTS[part.name].slot == slot]
     if unchanged and there and there[-1] != wish.part:
         raise ConfigError(
