@@ -20,6 +20,7 @@ from unfreeze import models
 from unfreeze.compress.draws import generator_of
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.models.blocks.linear import PackedHolder
+from unfreeze.models.blocks.norm import LayerNorm, RMSNorm
 from unfreeze.models.decoder import Decoder
 from unfreeze.models.init import first_value
 from unfreeze.models.parts import ASSEMBLED, PARTS, completed, placed, places
@@ -96,9 +97,9 @@ def shape_with(before: Decoder, wish: Wish) -> Shape:
     lacking = [layer for layer in layers if layer not in having]
     if lacking:
         first = f'"layers.{having[0]}.{slot}"' if having else "a part for whole layers"
+        counts = f"{len(having)} of {len(before.layers)} have"
         raise ConfigError(
-            f"layer {lacking[0]} of this {old.model_type} has no {slot}; {len(having)} of {len(before.layers)}"
-            " have",
+            f"layer {lacking[0]} of this {old.model_type} has no {slot}; {counts}",
             next=f"one swap for each; the first: {first}",
         )
     return shape
@@ -138,6 +139,7 @@ def difference(before: Decoder, after: Decoder, wish: Wish) -> Difference:
                 next="choose other options of the part, or draw its parameters: --init new",
             )
         elif inside:
+            _refuse_other_gain(before, after, name, wish)
             copied.append(name)
     _refuse_packed_draws(after, drawn, wish)
     dropped = tuple(name for name in old if name not in new)
@@ -163,6 +165,17 @@ def same(old: nn.Module, new: nn.Module) -> bool:
         (one is None and new._modules[name] is None) or (one is not None and same(one, new._modules[name]))  # type: ignore[arg-type]
         for name, one in old._modules.items()
     )
+
+
+def _refuse_other_gain(before: Decoder, after: Decoder, name: str, wish: Wish) -> None:
+    """Raise ConfigError for a norm's weight under another norm: a weight of 0 is a gain of 1 in Gemma."""
+    module = name.rpartition(".")[0]
+    old, new = before.get_submodule(module), after.get_submodule(module)
+    if isinstance(old, (RMSNorm, LayerNorm)) and type(old) is not type(new):
+        raise ConfigError(
+            f"{module} is {type(old).__name__}, and that of {wish.part} is {type(new).__name__}",
+            next="its weights mean other gains; draw them anew: --init new",
+        )
 
 
 _OWN = frozenset(vars(nn.Module()))
