@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import unfreeze
-from tests.compress.test_swap import ATTENTION, IDS, assert_same_bits, planted, swapped, tensors
+from tests.compress.test_swap import ATTENTION, IDS, assert_same_bits, swapped, tensors
 from tests.compress.test_upcycle import random_model
 from unfreeze import cli
 from unfreeze.commands.swap import options_of
@@ -58,12 +58,14 @@ def test_a_copy_says_that_nothing_changes(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("train", ["all", "adapters"])
-def test_a_swapped_model_trains_saves_and_loads_again(train, tmp_path, chat_rows, planted):
+def test_a_swapped_model_trains_saves_and_loads_again(train, tmp_path, chat_rows, planted_parts):
     if train == "adapters":  # packed experts stay packed
         model = swapped(unfreeze.TINY_K2, tmp_path / "model", "layers.1.self_attn", "gated")
         name = "model.layers.1.self_attn.out_gate.weight"
     else:
-        plain = random_model(tmp_path / "plain", "Llama", {"vocab_size": 1536, "max_position_embeddings": 512})
+        plain = random_model(
+            tmp_path / "plain", "Llama", {"vocab_size": 1536, "max_position_embeddings": 512}
+        )
         for file in ("tiktoken.model", "tokenizer_config.json"):
             (plain / file).write_bytes((unfreeze.TINY_K2 / file).read_bytes())
         model = swapped(plain, tmp_path / "model", ATTENTION, "qk_norm")
@@ -88,7 +90,7 @@ def test_a_swapped_model_trains_saves_and_loads_again(train, tmp_path, chat_rows
     assert not torch.equal(unfreeze.load(run, dtype="float32").logits([ids])[0], base.logits([ids])[0])
 
 
-def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, planted):
+def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, planted_parts):
     model, out = random_model(tmp_path / "model", "Llama", {}), tmp_path / "out"
     cases = {
         ("layers.*.atn", "full"): "'layers.*.atn' names no place for a part",

@@ -13,23 +13,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import unfreeze
-from tests.compress.planted_parts import PLANTED
 from tests.compress.test_upcycle import logits, random_model
 from unfreeze import cli
 from unfreeze.compress import swap, upcycle
 from unfreeze.compress.swapped import Wish, same
 from unfreeze.core.errors import UserError
-from unfreeze.models.parts import PARTS
 
 IDS = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 ATTENTION = "layers.*.self_attn"
-
-
-@pytest.fixture
-def planted(monkeypatch):
-    """A registry that has the parts of the tests, too."""
-    for name, part in PLANTED.items():
-        monkeypatch.setitem(PARTS, name, part)
 
 
 def swapped(model: Path, out: Path, *words: object) -> Path:
@@ -111,7 +102,7 @@ def test_norms_on_queries_and_keys_are_those_of_transformers_qwen3(tmp_path):
     assert (torch.stack(model.logits(ids)) - wanted).abs().max() > 1e-3
 
 
-def test_packed_experts_of_tiny_k2_stay_packed_to_the_bit(tmp_path, planted):
+def test_packed_experts_of_tiny_k2_stay_packed_to_the_bit(tmp_path, planted_parts):
     out = swapped(unfreeze.TINY_K2, tmp_path / "out", "layers.1-3.self_attn", "gated", "--seed", 3)
     before, after = tensors(unfreeze.TINY_K2), tensors(out)
     assert_same_bits(before, after)
@@ -132,7 +123,7 @@ def test_packed_experts_of_tiny_k2_stay_packed_to_the_bit(tmp_path, planted):
     assert torch.equal(model.logits([ids])[0], ours(unfreeze.TINY_K2, ids))
 
 
-def test_a_changed_bit_of_a_kept_tensor_is_seen(tmp_path, planted, monkeypatch):
+def test_a_changed_bit_of_a_kept_tensor_is_seen(tmp_path, monkeypatch):
     """The control arm of the bits: a copy that rounds to bf16 and back differs."""
     model = random_model(tmp_path / "model", "Llama", {})
 
@@ -146,7 +137,7 @@ def test_a_changed_bit_of_a_kept_tensor_is_seen(tmp_path, planted, monkeypatch):
         assert_same_bits(tensors(model), tensors(out))
 
 
-def test_what_cannot_stay_packed_is_refused_by_name(tmp_path, planted, capsys):
+def test_what_cannot_stay_packed_is_refused_by_name(tmp_path, planted_parts, capsys):
     out = tmp_path / "out"
     for words, said in (
         (("layers.2", "unpacked"), "model.layers.2.mlp.experts.gate_up_proj is packed in"),
@@ -167,7 +158,7 @@ def test_what_cannot_stay_packed_is_refused_by_name(tmp_path, planted, capsys):
     )
 
 
-def test_shapes_that_do_not_fit_are_refused_or_drawn(tmp_path, planted, capsys):
+def test_shapes_that_do_not_fit_are_refused_or_drawn(tmp_path, planted_parts, capsys):
     model = random_model(tmp_path / "model", "Llama", {})
     assert cli.main(["swap", str(model), ATTENTION, "narrow", "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
@@ -184,7 +175,7 @@ def test_shapes_that_do_not_fit_are_refused_or_drawn(tmp_path, planted, capsys):
     assert into == pytest.approx(0.02 / 6**0.5, rel=0.1)  # and 1/sqrt(2 · 3 layers) into the residual
 
 
-def test_drawn_values_follow_the_seed_alone(tmp_path, planted):
+def test_drawn_values_follow_the_seed_alone(tmp_path, planted_parts):
     """Files and memory, two processes' ways, one and three files: the same bits; another seed's differ."""
     words = ("layers.1-2.self_attn", "gated")
     one = tensors(swapped(unfreeze.TINY_K2, tmp_path / "one", *words, "--seed", 1))
@@ -319,7 +310,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(tmp_path, monkeypatch, c
         assert not (tmp_path / "out").exists()
 
 
-def test_no_more_than_a_new_parameter_is_in_memory_at_once(tmp_path, monkeypatch, planted):
+def test_no_more_than_a_new_parameter_is_in_memory_at_once(tmp_path, monkeypatch, planted_parts):
     """Copies go in pieces; drawn values are made when their turn comes, one after the other."""
     alive, drawn = [], swap.value_of
 

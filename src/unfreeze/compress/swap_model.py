@@ -26,17 +26,18 @@ def swapped(model: Model, wish: Wish, *, keep: bool = True) -> Model:
     """
     before = model.decoder
     _refuse(before)
-    after = built(before, shape_with(before, wish))
-    change = difference(before, after, wish)
+    # without values, and no weight in a narrower dtype than the computation's: one that trains has none
+    own, after = built(before, before.shape), built(before, shape_with(before, wish))
+    change = difference(own, after, wish)
     manifest = model.manifest
     if manifest is not None:
-        gone = left_on_disk(manifest, before, after, change)
+        gone = left_on_disk(manifest, own, after, change)
         config = manifest.config if change.same else config_with(manifest.config, wish)
         names = {info.name for name, info in manifest.by_model_name().items() if name in gone}
         tensors = {name: info for name, info in manifest.tensors.items() if name not in names}
         manifest = replace(manifest, config=config, tensors=tensors)
     if change.same:
-        after = built(before, before.shape)
+        after = own
     _fill(before, after, change.drawn, wish.seed, keep=keep)
     return Model(after, model.tokenizer, stop_ids=model.engine.stop_ids, manifest=manifest)
 
