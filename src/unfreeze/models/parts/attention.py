@@ -10,11 +10,10 @@ from unfreeze.models.parts import At, refuse
 
 def full(own: Attending | MLA, at: At) -> Attending | MLA:
     """The same attention without a window; MLA has none."""
-    if type(own) in (MLA, UnrotatedMLA):
-        return own
-    if not isinstance(own, Attending):
+    if isinstance(own, Attending):
+        own.mask = CAUSAL
+    elif type(own) not in (MLA, UnrotatedMLA):
         refuse(own, "full", "an attention with queries, keys and values", at)
-    own.mask = CAUSAL
     return own
 
 
