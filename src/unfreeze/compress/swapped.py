@@ -1,4 +1,4 @@
-"""What a swap changes: a part takes the place of another in a model, and the rest stays.
+"""A swap: a part takes the place of another in a model, and the rest stays.
 
 The model is built twice without values, with and without the new entry of `parts` (models/parts). A parameter
 outside the replaced modules is in both. Inside them a parameter that the part still has, by name, is copied;
