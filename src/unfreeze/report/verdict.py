@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from glob import has_magic
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,9 +114,12 @@ def _model(run: RunFolder) -> str:
 
 
 def _files(run: RunFolder) -> str:
-    """Name of the data file, or the number of files."""
+    """Name of the data file, or the number of files; of a pattern, those that it matched."""
     configured = run.config.get("data.files") or run.source("data")
     files = [Path(str(file)).name for file in (configured if isinstance(configured, list) else [configured])]
+    data = last(run.events, DataEvent)
+    if data is not None and any(map(has_magic, files)):
+        files = list(data.get("files", {})) or files
     return files[0] if len(files) == 1 else f"{len(files)} files"
 
 
