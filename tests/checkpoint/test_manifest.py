@@ -299,3 +299,18 @@ def test_no_tensor_is_read(tmp_path: Path, kimi) -> None:
     file.write_bytes(raw[: 8 + length])
     os.truncate(file, size)
     assert len(open_checkpoint(folder).tensors) == len(kimi.tensors())
+
+
+@pytest.mark.parametrize("trained", ["model", "adapter"])
+def test_a_runs_folder_is_refused_with_what_every_command_can_take(tmp_path, trained):
+    """upcycle takes the model as its first word, pretrain no adapter: the advice names neither's flag."""
+    (tmp_path / "resolved_config.json").write_text("{}")
+    (tmp_path / trained).mkdir()
+    with pytest.raises(CheckpointError, match="is a training run, not a checkpoint") as refused:
+        open_checkpoint(tmp_path)
+    advice = {
+        "model": f"give its model: {tmp_path / 'model'}",
+        "adapter": f"unfreeze merge {tmp_path}, which writes a checkpoint; sft and others continue a run with"
+        " --adapter",
+    }
+    assert refused.value.next == advice[trained]

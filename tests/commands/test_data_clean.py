@@ -1,5 +1,6 @@
 """unfreeze data clean: the command, its recipe and its help; data show answers as before."""
 
+import base64
 import json
 import pydoc_data.topics
 
@@ -91,3 +92,57 @@ def test_the_folder_that_it_writes_is_data_without_its_ledger(tmp_path):
     assert [path.name for path in files_of(str(folder))] == ["rows-00000.jsonl"]
     (folder / "rows-00000.jsonl").rename(folder / "mine.jsonl")  # a ledger of anyone's is data
     assert sorted(path.name for path in files_of(str(folder))) == ["ledger.json", "mine.jsonl"]
+
+
+def test_the_table_has_a_line_for_each_reason_at_80_columns(unfreeze, tmp_path):
+    rows = sorted(pydoc_data.topics.topics.values(), key=len)[-3:]
+    lines = [json.dumps({"text": text}) for text in [*rows, rows[0], "word"]]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"text": rows[2]}) + "\n")
+    names = [tmp_path / name for name in ("in.jsonl", "out", "eval.jsonl")]
+    printed = unfreeze("data", "clean", *names[:2], "--against", names[2])
+    table = printed[printed.index("documents") : printed.index("kept")].splitlines()
+    assert len(table) == 1 + 1 + 3 and max(map(len, table)) <= 80  # heading, in, three reasons
+    assert "contamination.ngram" in printed and "…" in printed  # cut, not wrapped
+    assert "1 word, at least 50" in printed and "1 words" not in printed
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(None, "row 1: text is null"), (7, "row 1: text is int, not a text"), ("", "nearest: 'text'")],
+)
+def test_a_row_without_a_text_is_named_as_it_is(unfreeze, tmp_path, value, message):
+    row = {"txt": "a"} if value == "" else {"text": value}
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
+    printed = unfreeze("data", "clean", tmp_path / "in.jsonl", tmp_path / "out", code=2)
+    assert (message in printed) == (value != "") and "nearest: 'text'" not in printed
+
+
+def test_a_path_that_is_not_there_is_no_flag(unfreeze, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("")
+    printed = unfreeze("data", "clean", tmp_path / "row.jsonl", tmp_path / "out", code=2)
+    assert "nearest: 'rows.jsonl'" in printed and "give IN a" in printed and "--data" not in printed
+
+
+def test_bytes_of_a_table_become_text_or_base64(unfreeze, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = sorted(pydoc_data.topics.topics.values(), key=len)[-3:]
+    columns = {
+        "text": pyarrow.array([text.encode() for text in texts], pyarrow.binary()),
+        "hash": pyarrow.array([b"\xff\x00" + bytes([i]) for i in range(3)], pyarrow.binary()),
+        "image": [{"bytes": b"\x89PNG", "path": "x.png"}] * 3,
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "in.parquet")
+    unfreeze("data", "clean", tmp_path / "in.parquet", tmp_path / "out")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rows-00000.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == texts
+    assert base64.b64decode(rows[2]["hash"]["base64"]) == b"\xff\x00\x02"
+    assert base64.b64decode(rows[0]["image"]["bytes"]["base64"]) == b"\x89PNG"
+    # control: a text column that is no text is refused by name
+    columns["text"] = columns["hash"]
+    parquet.write_table(pyarrow.table(columns), tmp_path / "bad.parquet")
+    assert "row 1: text is bytes that are not UTF-8" in unfreeze(
+        "data", "clean", tmp_path / "bad.parquet", tmp_path / "no", code=2
+    )

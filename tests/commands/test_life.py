@@ -1,6 +1,7 @@
 """`unfreeze life`: stages in order, resumed, refused where they changed; scores and their page."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -268,7 +269,7 @@ def test_a_stage_is_made_again_when_its_folder_is_removed(file, tmp_path):
 def test_a_stage_that_ended_before_a_kill_was_noted_is_not_refused(file, command, tmp_path):
     """A script and upcycle write a folder at once and refuse one that is there; sft goes on by itself."""
     if command == "upcycle":
-        file.write_text(file.read_text().replace("sft --model", "upcycle --model"))
+        file.write_text(re.sub('run = "sft .*"', 'run = "upcycle {pretrain}"', file.read_text()))
 
     class Killed(Fake):
         def __call__(self, words, quiet):

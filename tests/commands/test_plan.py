@@ -155,10 +155,10 @@ def test_weights_that_are_divided_are_counted_as_divided(config):
     """Of each a device has an eighth, in float32; whole they are 2 bytes a weight on each."""
     asked = config, "--hardware", "8xH200", "--train", "all", "--place.weights"
     whole, divided = (planned(*asked, held)["bytes"]["device_terms"] for held in ("device", "sharded"))
-    weights = (whole["experts"] + whole["the frozen rest"]) / 2
+    weights = (whole["experts"] + whole["the other weights"]) / 2
     assert divided["a part of the weights"] == pytest.approx(weights * 4 / 8, rel=1e-3)
     assert divided["optimizer"] == pytest.approx(weights * 8 / 8, rel=1e-3)
-    assert not {"experts", "the frozen rest"} & divided.keys()
+    assert not {"experts", "the other weights"} & divided.keys()
 
 
 @pytest.mark.parametrize(

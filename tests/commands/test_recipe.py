@@ -104,3 +104,15 @@ def test_doctor_looks_at_the_teacher(write, run_dir, capsys):
     assert bad["template"]["level"] == "ok" and "second" not in found(code=0)
     nowhere = found('teacher = "/nowhere"', code=2)
     assert nowhere["second"]["level"] == "fault" and nowhere["second"]["remedy"]
+
+
+@pytest.mark.parametrize(("more", "words"), [("", "new weights train in float32"), ("dtype", "as asked")])
+def test_the_plan_of_a_new_model_freezes_nothing_and_asks_for_nothing(tmp_path, capsys, more, words):
+    toml = tmp_path / "new.toml"
+    asked = '[memory]\ndtype = "bfloat16"\n' if more else ""
+    shape = "[shape]\nfamily = 'qwen3'\nhidden_size = 32\nnum_hidden_layers = 2\nnum_attention_heads = 2\n"
+    toml.write_text(f'tokenizer = "{TINY_K2}"\ndata = "rows.jsonl"\n{asked}{shape}')
+    assert cli.main(["plan", str(toml), "--hardware", "8xH200"]) in (0, 2)
+    printed = capsys.readouterr().out
+    assert words in printed and (more != "") == ("as asked" in printed)
+    assert "frozen" not in printed and "weights" in printed

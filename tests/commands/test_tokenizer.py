@@ -213,6 +213,55 @@ def test_a_refusal_is_one_line_and_leaves_nothing(line, files, tmp_path, capsys)
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["kept"]
 
 
+def test_a_token_that_stands_for_a_byte_is_shown_as_one(tmp_path, capsys):
+    """A vocabulary of characters with byte fallback, as Llama 2's: 中 is three tokens of a byte each."""
+    from tokenizers import Tokenizer, decoders, models
+
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}, "a": 257}
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    facts = unfreeze_show(capsys, str(tmp_path), "a中\n")
+    assert [(piece["text"], piece["bytes"]) for piece in facts["pieces"]] == [
+        ("a", None), (None, "e4"), (None, "b8"), (None, "ad"), ("\n", "0a"),
+    ]  # fmt: skip
+    assert cli.main(["tokenizer", "show", str(tmp_path), "a中"]) == 0
+    printed = capsys.readouterr().out
+    assert "a|<e4>|<b8>|<ad>" in printed and "\ufffd" not in printed
+
+
+def unfreeze_show(capsys, *words):
+    assert cli.main(["tokenizer", "show", *words, "--json", "--quiet"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_proposed_number_of_reserved_tokens_works(files, tmp_path, capsys):
+    words = ["tokenizer", "train", *files, "--vocab", "300", "--out", str(tmp_path / "tok"), "--quiet"]
+    assert cli.main(words) == 2
+    assert "or --reserved 0, which leaves 35 merges" in capsys.readouterr().err
+    assert cli.main([*words, "--reserved", "0"]) == 0
+    assert cli.main([*words[:-5], "--vocab", "265", *words[-3:]]) == 2
+    assert "--reserved 0" not in capsys.readouterr().err  # control: no merge would be left
+
+
+@pytest.mark.parametrize(
+    ("line", "given", "flag"),
+    [
+        ("train {folder}/a.jsom --out {folder}/tok", "give FILES a .jsonl", "--files"),
+        ("train {folder}/z* --out {folder}/tok", "give FILES a .jsonl", "--files"),
+        ("show {folder}/here x", "give the folder of a tokenizer or model as DIR", "--model"),
+    ],
+)
+def test_advice_about_a_name_without_a_flag_names_no_flag(line, given, flag, tmp_path, capsys):
+    (tmp_path / "a.json").write_text("")
+    (tmp_path / "hero").mkdir()
+    assert cli.main(["tokenizer", *line.format(folder=tmp_path).split()]) == 2
+    error = capsys.readouterr().err
+    assert given in error and flag not in error
+    assert "*" in line or "nearest: 'a.json'" in error or "nearest: 'hero'" in error
+
+
 def test_the_proposed_vocabulary_works(files, tmp_path, capsys):
     words = ["tokenizer", "train", *files, "--out", str(tmp_path / "tok"), "--quiet"]
     assert cli.main([*words, "--vocab", "100000"]) == 2

@@ -88,6 +88,8 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_64():
         ("qwen3_moe", {}, {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 4 experts"),
         ("qwen3_moe", {}, {"num_shared_experts": 1}, "has no shared experts by number"),
         ("qwen3", {"head_dimm": 16}, {}, "head_dimm: qwen3 has no such field; nearest: 'head_dim'"),
+        ("qwen3", {"num_layer": 2}, {}, "num_layer: qwen3 has no such field; nearest: 'num_hidden_layers'"),
+        ("qwen3", {"zzz": 2}, {}, r"zzz: qwen3 has no such field\n"),
         ("qwen3", {"use_cache": False}, {}, "use_cache has no effect"),
         ("qwen3", {"hidden_act": "relu"}, {}, "hidden_act 'relu' is not built"),
         ("qwen3", {"rope_theta": "big"}, {}, "rope_theta is 'big'"),

@@ -4,6 +4,7 @@ is refused or warned of."""
 import json
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,12 @@ import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.experts import Experts
+from unfreeze.config.parse import parse
 from unfreeze.core.errors import ConfigError
 from unfreeze.data.packing.drawn import Drawn
 from unfreeze.job.end.result import next_command
 from unfreeze.job.experts import routed
+from unfreeze.job.watch.balancing import BiasWatch
 
 SIZES = {
     "vocab_size": json.loads((TINY_K2 / "config.json").read_text())["vocab_size"],
@@ -167,6 +170,15 @@ def test_a_model_that_nothing_balances_is_warned_of_once(start, text, tmp_path):
     assert any("a balance_rate above 0" in event["message"] for event in of_kind(off, "warning"))
 
 
+@pytest.mark.parametrize("config", [QWEN, DENSE])
+def test_a_balance_rate_that_nothing_could_follow_is_refused(start, text, tmp_path, config):
+    model = start(config)
+    has = "its routers have no selection bias" if config is QWEN else "it has no experts"
+    with pytest.raises(ConfigError, match=f"optimizer.balance_rate is given, but {has}") as refused:
+        ran(model, text, tmp_path / "run", balance_rate=0.01)
+    assert ("balance_loss" in refused.value.next) == (config is QWEN)
+
+
 CLIPPED = {"optimizer.kind": "muon", "muon.qk_clip": 100.0}
 
 
@@ -201,3 +213,18 @@ def test_what_has_no_effect_is_refused(start, text, tmp_path):
 def test_layers_without_a_choice_have_no_loss():
     found = routed(built(first_k_dense_replace=1), "choice")
     assert {layer: list(mixtures) for layer, mixtures in found.items()} == {1: [1, 4, 7], 2: [2, 5, 8]}
+
+
+@pytest.mark.parametrize("recipe", ["sft", "prefer"])
+def test_a_bias_that_stands_still_is_watched_in_every_recipe_that_balances(recipe):
+    """The watches for dead and overloaded experts listen to every run; this one needs a rate."""
+    parts, config = parts_of(recipe, "--train", "all", "--optimizer.balance-rate", "0.01")
+    assert any(isinstance(hook, BiasWatch) for hook in parts(config).on_step)
+    parts, config = parts_of(recipe, "--train", "all")
+    assert not any(isinstance(hook, BiasWatch) for hook in parts(config).on_step)
+
+
+def parts_of(recipe, *flags):
+    module = import_module(f"unfreeze.recipes.{recipe}")
+    words = ["--model", str(TINY_K2), "--data", "rows.jsonl", *flags]
+    return module.parts, parse(module.Config, words, command=recipe, description="")

@@ -14,6 +14,7 @@ import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.evaluate import perplexity
+from unfreeze.job.end.result import next_command
 from unfreeze.train import fit
 
 SMALL = {
@@ -157,8 +158,19 @@ def test_what_it_refuses(start, text, tmp_path, capsys):
 def test_it_says_what_to_do_next(start, text, tmp_path, capsys):
     assert cli.main(command(start, text, tmp_path / "run")) == 0
     error = capsys.readouterr().err
-    assert "next: unfreeze chat" in error and "unfreeze generate" in error and "unfreeze export" not in error
+    assert "next: unfreeze generate" in error and "unfreeze chat" not in error and "export" not in error
     assert "data: 40 rows, " in error and "memory: " in error and "trains: every weight" in error
+
+
+def test_chat_is_proposed_where_conversations_were_read(tmp_path):
+    """A model that has read texts alone continues them; one with any conversation may answer."""
+    (tmp_path / "resolved_config.json").write_text(json.dumps({"recipe": "pretrain"}))
+    for shapes, chats in (({"text": 9}, False), ({"text": 9, "messages": 1}, True), ({}, True)):
+        (tmp_path / "events.jsonl").write_text(
+            json.dumps({"kind": "data", "step": 0, "time": 1.0, "shapes": shapes}) + "\n"
+        )
+        line = next_command(tmp_path, {"finished": True, "steps": 2}, "", export=False)
+        assert ("unfreeze chat" in line) == chats and "unfreeze generate" in line
 
 
 def test_the_best_weights_are_published_beside_the_last(start, text, tmp_path, unfreeze_json, monkeypatch):

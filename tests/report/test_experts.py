@@ -43,8 +43,8 @@ def test_a_dead_expert_is_said_once_with_layer_steps_and_remedy(tmp_path: Path):
             2,
             (
                 "expert load: layer 3: 1 of 4 experts got no token in steps 1 to 2 and learn nothing (1; the"
-                " fair share is 1,000 tokens). Broader data or, in pretrain, a higher balance_rate or"
-                " balance_loss reaches them"
+                " fair share is 1,000 tokens). Broader data or, in pretrain, a higher experts.balance_loss"
+                " reaches them, as does balance_rate where routers have a bias"
             ),
         )
     ]
@@ -59,7 +59,8 @@ def test_an_overloaded_expert_is_said(tmp_path: Path):
         14,
         (
             "expert load: layer 3: expert 0 got 50% of all tokens in steps 1 to 14 (the fair share is 6%),"
-            " so the others learn less. In pretrain a higher balance_rate or balance_loss spreads them"
+            " so the others learn less. In pretrain a higher experts.balance_loss spreads them, as"
+            " does balance_rate where routers have a bias"
         ),
     )
 

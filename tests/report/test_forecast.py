@@ -179,9 +179,17 @@ def test_the_hook_emits_it_once_with_its_price(tmp_path):
     assert made["step"] == AT and made["usd"] == pytest.approx(made["seconds"] * 0.01)
 
 
-def test_a_short_run_has_none(tmp_path):
-    state = State(tmp_path / "events.jsonl", 2 * AT - 1)
+@pytest.mark.parametrize(
+    ("steps", "at"), [(100, 50), (99, 49), (80, 40), (60, 30), (40, 20), (39, 0), (1, 0)]
+)
+def test_a_short_run_has_it_when_half_of_it_is_done(tmp_path, steps, at):
+    state = State(tmp_path / "events.jsonl", steps)
     hook = ForecastOnce(Save(), Watch(), validates=False)
-    for state.step in range(1, 2 * AT):
-        hook(state, None)
-    assert (tmp_path / "events.jsonl").read_text() == ""
+    for event in run(steps - 1, steps):
+        (tmp_path / "events.jsonl").open("a").write(json.dumps(event) + "\n")
+        if event["kind"] == "train":
+            state.step = event["step"]
+            hook(state, None)
+    state.run.events.close()
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "forecast"] == [at] * bool(at)

@@ -242,6 +242,10 @@ def test_what_the_page_is_of_is_named_as_far_as_it_is_known(tmp_path: Path):
     assert subject(read_run(made(tmp_path, [START]))) == "tiny-k2 on yoda.jsonl"
     assert subject(read_run(made(tmp_path, [START], {"data": ["a", "b"]}))) == "tiny-k2 on 2 files"
     assert subject(read_run(made(tmp_path / "mine", []))) == "mine"
+    for files, words in (({"a.txt": 3}, "a.txt"), ({"a.txt": 3, "b.txt": 1}, "2 files"), ({}, "*.txt")):
+        data = {"kind": "data", "step": 0, "time": 1.0, "files": files}
+        pattern = read_run(made(tmp_path / words, [START, data], {"data": "in/*.txt"}))
+        assert subject(pattern) == f"tiny-k2 on {words}"
 
 
 def test_paths_of_the_command_begin_where_one_stands(tmp_path: Path):

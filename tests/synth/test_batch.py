@@ -136,3 +136,25 @@ def test_control_arm_files_before_they_are_booked(opened, tmp_path, monkeypatch)
     at.ledger.read = at.ledger.written = 0
     write_batches(at, late, again=True)
     assert seen[-1] == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_stopped_between_two_files_no_request_is_in_two(opened, tmp_path, monkeypatch, error):
+    """All are booked before the first file; the same command then refuses, so none is submitted twice."""
+    at, real, written = opened(RECIPE + "batch_requests = 5\n"), batch._write, []
+
+    def stops(path, requests):
+        if written:
+            raise error
+        written.append(path)
+        real(path, requests)
+
+    monkeypatch.setattr(batch, "_write", stops)
+    with pytest.raises(error):
+        write_batches(at, tmp_path / "out", again=False)
+    booked = at.ledger.spent
+    monkeypatch.setattr(batch, "_write", real)
+    with pytest.raises(ConfigError, match="5 requests wait in"):
+        write_batches(at, tmp_path / "out", again=False)
+    assert at.ledger.spent == booked > 0 and at.ledger.written == 100 * len(SEEDS)
+    assert [len(lines(file)) for file in sorted((tmp_path / "out").glob("*.jsonl"))] == [5]

@@ -156,11 +156,13 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
     config_file = folder / "config.json"
     if not config_file.is_file():
         if (folder / RESOLVED).is_file():
-            whole = folder / "model"
-            ways = f"--model {whole}" if whole.is_dir() else f"continue it with --adapter {folder}"
+            # no flag here: of some commands the model is the first word, and few take an adapter
+            whole, merge = folder / "model", f"unfreeze merge {folder}"
             raise CheckpointError(
                 f"{folder} is a training run, not a checkpoint",
-                next=f"{ways}; or unfreeze report {folder}, unfreeze chat {folder}",
+                next=f"give its model: {whole}"
+                if whole.is_dir()
+                else f"{merge}, which writes a checkpoint; sft and others continue a run with --adapter",
             )
         for file, noun in ((MERGE, "a merge"), (UPCYCLE, "an upcycle"), (SWAP, "a swap")):
             if (folder / file).is_file():

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from rich.table import Table
+from rich.text import Text
 from tyro.conf import Positional, arg
 
 from unfreeze.config.parse import Files, Folder, Frozen, from_file, parse, writing
@@ -91,15 +92,15 @@ def show(ledger: Mapping[str, Any], out: str, console: PipeConsole) -> None:
     """Print the ledger as a table."""
     table = Table(box=None, pad_edge=False)
     for column in ("", "documents", "bytes", "for example"):
-        table.add_column(column, justify="right" if column in ("documents", "bytes") else "left")
+        wide = column == "for example"  # the one that gives way
+        table.add_column(column, justify="left" if wide or not column else "right", no_wrap=not wide)
     table.add_row("in", *_numbers(ledger["in"]), "")
     for reason, entry in ledger["dropped"].items():
-        table.add_row(f"- {reason}", *_numbers(entry), entry["examples"][0]["why"][:60])
+        table.add_row(f"- {reason}", *_numbers(entry), cut(entry["examples"][0]["why"]))
     if ledger["between_rows"]:
-        table.add_row("- between rows", "", f"{ledger['between_rows']:,}", "blank lines, separators")
-    table.add_row(
-        "kept", *_numbers(ledger["kept"]), ", ".join(f"{n:,} {l}" for l, n in _first(ledger["languages"]))
-    )
+        table.add_row("- between rows", "", f"{ledger['between_rows']:,}", cut("blank lines, separators"))
+    languages = _first(ledger["languages"])
+    table.add_row("kept", *_numbers(ledger["kept"]), cut(", ".join(f"{n:,} {l}" for l, n in languages)))
     console.print(table)
     written = ledger["written"]
     files = f"{len(ledger['files'])} file{'s' * (len(ledger['files']) != 1)}"
@@ -112,6 +113,11 @@ def show(ledger: Mapping[str, Any], out: str, console: PipeConsole) -> None:
         console.print(
             f"next: unfreeze tokenizer train {out}    unfreeze data show {out} --model MODEL", markup=False
         )
+
+
+def cut(words: str) -> Text:
+    """A cell that ends with "…" where the terminal does, instead of a second line."""
+    return Text(words[:60], no_wrap=True, overflow="ellipsis")
 
 
 def _numbers(entry: Mapping[str, Any]) -> tuple[str, str]:

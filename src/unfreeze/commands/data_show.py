@@ -199,9 +199,13 @@ def data_account(
     }
 
 
-def model_folder(model: str) -> Path:
-    """Return the folder with the model's tokenizer. For a Hub id, only the small files are downloaded."""
+def model_folder(model: str, argument: str = "--model") -> Path:
+    """Return the folder with the model's tokenizer. For a Hub id, only the small files are downloaded.
+
+    argument: the flag or the place of it in the command. Raises ConfigError that names it.
+    """
     from unfreeze.checkpoint import hub
+    from unfreeze.data.rows.sources import near_path
 
     folder = Path(model)
     if folder.is_dir():
@@ -211,8 +215,11 @@ def model_folder(model: str) -> Path:
     if hub.is_id(model):
         return hub.download(model, partial(print, file=sys.stderr), allow=hub.TEXT_FILES)
     raise ConfigError(
-        f"model = {model!r} is neither a folder nor a Hugging Face id",
-        next="--model FOLDER, or --model org/name",
+        f"{argument.removeprefix('--')} = {model!r} is neither a folder nor a Hugging Face id"
+        f"{near_path(Path(model))}",
+        next=f"{argument} FOLDER, or {argument} org/name"
+        if argument.startswith("--")
+        else f"give the folder of a tokenizer or model as {argument}, or an id org/name",
     )
 
 

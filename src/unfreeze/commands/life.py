@@ -23,19 +23,17 @@ from pydantic import Field
 from tyro.conf import Positional, arg
 
 from unfreeze.commands.life_scores import difference, measured
+from unfreeze.commands.life_stages import SCORED, check_stages, keys_of, with_out
 from unfreeze.config.life import Life, Score, Stage, filled, read_life
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_seconds
 from unfreeze.report.life import write_life
 from unfreeze.report.tables import ABSENT
 from unfreeze.untrusted.json_object import read_object
 
 RECORD, PAGE = "life.json", "life.html"
-SCORED = ("pretrain", "sft", "distill", "prefer", "grpo", "upcycle", "merge")
-"""Commands that leave a model."""
-COMMANDS = ("tokenizer", "data", *SCORED)
 WHOLE = ("tokenizer", "data", "upcycle", "merge")
 """Commands whose folder appears when it is complete, as a script's does. They refuse one that is there."""
 STOP = "stop"
@@ -91,7 +89,7 @@ def main(arguments: list[str], common: Common, launch: Launch = launch) -> dict[
     """
     config = parse(Config, arguments, command="life", description=__doc__ or "", positional=True)
     life = read_life(Path(config.file), config.out)
-    refuse_unknown_commands(life)
+    check_stages(life, results(life))
     keys, out = keys_of(life), Path(life.out)
     record = opened(out, life, keys)
     forget_other_scores(life, record)
@@ -119,37 +117,6 @@ def main(arguments: list[str], common: Common, launch: Launch = launch) -> dict[
 def told(common: Common, line: str) -> None:
     if not common.quiet:
         print(line, file=sys.stderr, flush=True)
-
-
-def refuse_unknown_commands(life: Life) -> None:
-    """Refuse a stage whose command does not exist, or whose files are not there, before the first runs."""
-    for stage in life.stages:
-        words = stage.words
-        if stage.run and words[0] not in COMMANDS:
-            raise ConfigError(
-                f"stage {stage.name!r}: {words[0]!r} is no command of a life{nearest(words[0], COMMANDS)}",
-                next=f"one of {', '.join(COMMANDS)}",
-            )
-        if stage.python and not Path(words[0]).is_file():
-            raise ConfigError(f"stage {stage.name!r}: there is no file {words[0]}", next="correct python")
-    for score in life.scores:
-        for file in (score.text, score.data, score.reward.partition(":")[0]):
-            if file and "{" not in file and not Path(file).is_file():
-                raise ConfigError(f"score {score.name!r}: there is no file {file}", next="correct the path")
-
-
-def keys_of(life: Life) -> dict[str, str]:
-    """Hash of each stage's command, of the files that it names, and of the stages that it reads."""
-    keys: dict[str, str] = {}
-    for stage in life.stages:
-        digest = hashlib.blake2b(digest_size=16)
-        for part in (stage.run, stage.python, *(keys[name] for name in stage.uses)):
-            digest.update(part.encode() + b"\0")
-        for word in stage.words:
-            if Path(word).is_file():
-                digest.update(Path(word).read_bytes())
-        keys[stage.name] = digest.hexdigest()
-    return keys
 
 
 def opened(out: Path, life: Life, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -210,7 +177,7 @@ def run_stage(
             if not code:
                 os.replace(part, folder)
         else:
-            code, result = launch([*words, "--out", str(folder)], common.quiet)
+            code, result = launch(with_out(words, folder), common.quiet)
     finally:
         note["seconds"] += time.monotonic() - began
         keep(Path(life.out), record)
@@ -294,7 +261,8 @@ def planned(life: Life, record: Mapping[str, Any], common: Common) -> dict[str, 
     for stage in life.stages:
         done = bool(record["stages"].get(stage.name, {}).get("finished"))
         folder, own = str(Path(life.out) / stage.name), [filled(word, paths) for word in stage.words]
-        words = shlex.join(["python", *own, folder] if stage.python else ["unfreeze", *own, "--out", folder])
+        whole = ["python", *own, folder] if stage.python else ["unfreeze", *with_out(own, Path(folder))]
+        words = shlex.join(whole)
         commands.append({"name": stage.name, "command": words, "done": done})
         if not common.json:
             print(f"{stage.name}{' (done)' if done else ''}\n  {words}")

@@ -35,13 +35,14 @@ class Opened:
     """A model on "meta" (shapes, dtypes, no memory) and its sizes, shared by all plans for it.
 
     It is built once per dtype, and once more for CPUs with frozen matrices as stored.
-    second, answers: those of the run, if any (job/parts.py).
+    second, answers: those of the run, if any (job/parts.py). new: True for a model that the run makes.
     """
 
     build: Build
     start: Manifest
     second: Second | None = None
     answers: Answering | None = None
+    new: bool = False
     models: dict[tuple[torch.dtype, bool], tuple[Decoder, Counts]] = field(default_factory=dict)
     known_sizes: dict[tuple[torch.dtype, str, tuple[str, ...] | None], Sizes] = field(default_factory=dict)
 

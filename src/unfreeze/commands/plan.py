@@ -131,9 +131,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             "plan needs a model", next="unfreeze plan --model FOLDER_OR_CONFIG.JSON --hardware 8xH200"
         )
     new = parts.start(config.model, common) if parts is not None and parts.new else None
-    if new is not None and config.dtype == "auto":
-        config = config.model_copy(update={"dtype": "float32"})  # as of a run: new weights train in it
     opened = open_for_plan(config, new) if new is not None else open_for_plan(config)
+    opened.new = new is not None
     if parts is not None:
         opened.second, opened.answers = parts.second, parts.answers
     plans = [
@@ -279,7 +278,7 @@ def plan_on(config: Config, machine: Fleet, opened: Opened | None = None) -> Pla
         notes=notes,
         usd_per_hour=config.usd_per_hour,
         rates=rates.source if rates else "",
-        dtype=_dtype(config, machine),
+        dtype=_dtype(config, machine, opened),
         answers=request.work.answers,
         parameters=opened.parameters if config.train == "all" and not opened.start.tensors else None,
     )
@@ -316,13 +315,15 @@ def _cut(config: Config, machine: Fleet, request: PlanRequest, choice: PlanChoic
     return []
 
 
-def _dtype(config: Config, machine: Fleet) -> Precision:
-    """Dtype of the computation: as configured, else the machine's own.
+def _dtype(config: Config, machine: Fleet, opened: Opened) -> Precision:
+    """Dtype of the computation: as configured, else float32 for new weights, else the machine's own.
 
     GPUs that are not here have bf16 units.
     """
-    from unfreeze.kernels.precision import AUTO, as_asked, precision, precision_on
+    from unfreeze.kernels.precision import AUTO, NEW, as_asked, precision, precision_on
 
+    if opened.new and config.dtype == AUTO:
+        return NEW
     if machine.here:
         return precision(config.dtype, machine.kind)
     best = precision_on(machine.kind)
@@ -346,7 +347,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
         )
     # trained parts, their dtype, and the work of a step
     lora = config.lora if config.train == "adapters" else None
-    dtype = getattr(torch, _dtype(config, machine).name)
+    dtype = getattr(torch, _dtype(config, machine, opened).name)
     model, counted = opened.model(dtype, lora, machine.kind)
     if lora is None and counted.packed:
         raise ConfigError(

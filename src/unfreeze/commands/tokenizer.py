@@ -9,6 +9,7 @@ config.json in it, `unfreeze pretrain --model DIR` starts from it.
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import time
 from functools import partial
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 WORDS = ("train", "show")
 SHOWN = 60  # tokens listed in the terminal; --json has all
 KIND = "a tokenizer"
+BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # as SentencePiece spells a byte
 SHADES = ("black on cyan", "black on green", "black on yellow")
 NAMES = {"zh": "Chinese", "en": "English", "code": "code", "other": "other"}
 
@@ -119,7 +121,7 @@ def train(config: Config, common: Common) -> dict[str, Any]:
     trained.merges_in(config.vocab, config.reserved)
     with writing(out, "out"):
         refuse_taken(out, KIND)
-    files = [path for name in config.files for path in files_of(name, "files", say)]
+    files = [path for name in config.files for path in files_of(name, "FILES", say)]
     corpus = Corpus(files, config.columns, config.held_out, config.seed, skip=config.on_bad_row == "skip")
     with TokenizerProgress(quiet=common.quiet) as progress:
         result = trained.train_bpe(
@@ -186,7 +188,7 @@ def show(config: ShowConfig, common: Common) -> dict[str, Any]:
     text = _standard_input() if config.text == "-" else config.text
     if not text:
         raise ConfigError("the text is empty", next='unfreeze tokenizer show DIR "some text"')
-    tokenizer = load_tokenizer(model_folder(config.model))
+    tokenizer = load_tokenizer(model_folder(config.model, "DIR"))
     ids = tokenizer.encode(text, specials=config.specials)
     pieces = pieces_of(tokenizer, ids)
     nbytes = len(text.encode("utf-8", "replace"))
@@ -213,11 +215,13 @@ def _standard_input() -> str:
 def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[dict[str, Any]]:
     """Return id, text and bytes of each token. text: None if the token is part of a character.
 
-    bytes: in hexadecimal; None if the tokenizer is not one of bytes.
+    bytes: in hexadecimal; None if the tokenizer is not one of bytes, but for a token that stands for a byte.
     """
     pieces: list[dict[str, Any]] = []
     for id in ids:
         raw = tokenizer.bytes_of(id)
+        if raw is None and (byte := BYTE.fullmatch(tokenizer.token_text(id))):
+            raw = bytes.fromhex(byte[1])  # a vocabulary of characters, with a token for each byte
         try:
             text = tokenizer.decode([id], skip_specials=False) if raw is None else raw.decode()
         except UnicodeDecodeError:

@@ -34,7 +34,8 @@ from unfreeze.config.parse import Folder, Frozen, read_toml
 from unfreeze.core.errors import ConfigError, nearest
 
 NAME = r"[A-Za-z][A-Za-z0-9_-]*"
-_USED = re.compile(rf"\{{({NAME})\}}")
+USED = re.compile(rf"\{{({NAME})\}}")
+"""{NAME} in a word: the result of that stage."""
 EXAMPLE = "see examples/lives/small.toml"
 
 
@@ -57,14 +58,14 @@ class Stage(Frozen):
     @property
     def uses(self) -> list[str]:
         """Names of the stages that this one reads, in the order of its words."""
-        return list(dict.fromkeys(_USED.findall(self.run + " " + self.python)))
+        return list(dict.fromkeys(USED.findall(self.run + " " + self.python)))
 
     @property
     def begins_at(self) -> str:
         """Name of the stage whose weights this one trains further; "" if there is none."""
         model, words = "", self.words
         for flag, value in pairwise(words):
-            name, *_ = [*_USED.findall(value), ""]
+            name, *_ = [*USED.findall(value), ""]
             if flag == "--adapter" and name:
                 return name
             model = name if flag == "--model" else model
@@ -107,7 +108,7 @@ def read_life(path: Path, out: str = "") -> Life:
 
 def filled(text: str, results: Mapping[str, Path]) -> str:
     """Replace each {NAME} by that stage's result."""
-    return _USED.sub(lambda match: str(results[match[1]]), text)
+    return USED.sub(lambda match: str(results[match[1]]), text)
 
 
 def _first(error: ValidationError, values: Mapping[str, Any]) -> str:
@@ -147,7 +148,7 @@ def _check(life: Life) -> None:
                 f"score {score.name!r} needs text, or data and reward",
                 next='data = "questions.jsonl" and reward = "my.py"',
             )
-        used = _USED.findall(" ".join((score.text, score.data, score.reward)))
+        used = USED.findall(" ".join((score.text, score.data, score.reward)))
         _refuse_unknown(score.name, used, earlier)
 
 

@@ -142,6 +142,11 @@ def _page(arguments: Sequence[str], topics: Mapping[str, Callable[[], str]], com
     return topics[word]()
 
 
+def check_flags(config: type[BaseModel], arguments: list[str], command: str) -> None:
+    """Check names and values of flags whose TOML file or adapter does not exist yet. Raises ConfigError."""
+    by_path(config, _parse_flags(config, arguments, command), f"unfreeze {command}", renamed={})
+
+
 def _note(renamed: Sequence[str]) -> None:
     """Print a line to stderr about names of earlier versions; under torchrun only in the first process."""
     if renamed and first_process():

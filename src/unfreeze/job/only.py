@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from unfreeze import models
 from unfreeze.core.errors import ConfigError
@@ -16,6 +16,7 @@ from unfreeze.job.trained import AllWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
     from unfreeze.checkpoint import Manifest
     from unfreeze.config.tables import Training
@@ -25,14 +26,49 @@ if TYPE_CHECKING:
     from unfreeze.train.state import State
 
 
-def all_weights(training: Training, balance_rate: float, *, new: bool = False) -> AllWeights:
+def all_weights(training: Training, optimizer: Balancing, *, new: bool = False) -> AllWeights:
     """The trained part of a run without adapters: every weight, or the experts that training.only names.
 
     new: True for a model that is made of [shape].
     """
+    rate = optimizer.balance_rate
     if training.only:
-        return OnlyExperts(training.only, balance_rate)
-    return AllWeights(indexer=training.indexer == "trained", new=new)
+        return OnlyExperts(training.only, rate)
+    asked = bool(rate) and "balance_rate" in optimizer.model_fields_set
+    return Balanced(asked, indexer=training.indexer == "trained", new=new)
+
+
+class Balancing(Protocol):
+    """The fields of [optimizer] that concern experts."""
+
+    @property
+    def balance_rate(self) -> float: ...
+    @property
+    def model_fields_set(self) -> set[str]: ...
+
+
+class Balanced(AllWeights):
+    """Every weight. asked: True if a balance_rate was given, which needs routers with a bias."""
+
+    def __init__(self, asked: bool, *, indexer: bool = False, new: bool = False):
+        super().__init__(indexer=indexer, new=new)
+        self._asked = asked
+
+    def check(self, manifest: Manifest) -> None:
+        """As AllWeights; also raise ConfigError for a balance_rate without a bias that it could move."""
+        super().check(manifest)
+        if not self._asked:
+            return
+        import torch
+
+        moes = models.meta_model(models.shape(manifest.config), manifest, torch.float32).moe_layers()
+        if not any(_bias(moe.gate) is not None for moe in moes.values()):
+            has = "its routers have no selection bias" if moes else "it has no experts"
+            raise ConfigError(
+                f"optimizer.balance_rate is given, but {has}: nothing would move",
+                next="leave optimizer.balance_rate out"
+                + ("; in pretrain --experts.balance-loss 0.01 balances without a bias" if moes else ""),
+            )
 
 
 def balanced(rate: float, only: str) -> Callable[[Decoder], Sequence[LossFreeBalance]]:
@@ -44,10 +80,15 @@ def balanced(rate: float, only: str) -> Callable[[Decoder], Sequence[LossFreeBal
 
         rows = rows_of(only, model.shape.num_experts) if only else None
         gates = [moe.gate for moe in model.moe_layers().values()]
-        biased = any(getattr(gate, "e_score_correction_bias", None) is not None for gate in gates)
+        biased = any(_bias(gate) is not None for gate in gates)
         return (LossFreeBalance(model, rate, rows),) if biased and rate else ()
 
     return balance
+
+
+def _bias(gate: Module) -> Tensor | None:
+    """The selection bias of a router; None if it has none, as one that chooses by a table of tokens."""
+    return getattr(gate, "e_score_correction_bias", None)
 
 
 class OnlyExperts(AllWeights):

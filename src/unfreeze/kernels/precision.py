@@ -25,6 +25,9 @@ class Precision(NamedTuple):
     why: str
 
 
+NEW = Precision("float32", "new weights train in float32")
+
+
 def precision(requested: str, device: torch.device | str) -> Precision:
     """The dtype for a device of this machine. requested: "auto", "bfloat16" or "float32"."""
     kind = str(device).partition(":")[0]

@@ -209,7 +209,7 @@ def _refuse_config(config: Mapping[str, Any], more: Mapping[str, Any]) -> None:
         known = [*READ, *fields.read, *fields.absent, *ONLY, *fields.only]
         first = next((name for name in strange if name in more), strange[0])
         raise ConfigError(
-            f"shape.{first}: {config['model_type']} has no such field{nearest(first, known)}", next=CORRECT
+            f"shape.{first}: {config['model_type']} has no such field{_near(first, known)}", next=CORRECT
         )
     if silent := [name for name in more if name in SILENT - {"bos_token_id", "eos_token_id", "pad_token_id"}]:
         raise ConfigError(f"shape.{silent[0]} has no effect on the model", next=f"remove {silent[0]}")
@@ -229,6 +229,17 @@ def _with_parts(config: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -
     except CheckpointError as error:
         raise ConfigError(f"shape.{error.message}", next=error.next) from None
     return assembled
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    """As `nearest`; else the shortest name that has all words of this one: num_layer, num_hidden_layers."""
+    words = [word.removesuffix("s") for word in name.split("_")]
+
+    def has_all(other: str) -> bool:
+        return {word.removesuffix("s") for word in other.split("_")}.issuperset(words)
+
+    longer = sorted(filter(has_all, known), key=len)
+    return nearest(name, known) or (f"; nearest: {longer[0]!r}" if longer else "")
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def parts(config: Config) -> Parts:
         rows_check=rewarding.check,
         close=rewarding.close,
         interrupt=rewarding.interrupt,
-        on_step=(rewarding.watch_gap,),
+        on_step=(*same.on_step, rewarding.watch_gap),
         source=rewarding.source,
         kept=rewarding.kept,
         heldout=rewarding.heldout,

@@ -57,7 +57,7 @@ def parts(config: Config) -> Parts:
         second=second,
         start_lines=[] if second else [f"compares: {compared_loss(settings)}, without a reference"],
         heldout=_heldout,
-        on_step=(Signs(0.0 if settings.loss in WITHOUT_REFERENCE else settings.beta),),
+        on_step=(*same.on_step, Signs(0.0 if settings.loss in WITHOUT_REFERENCE else settings.beta)),
     )
 
 

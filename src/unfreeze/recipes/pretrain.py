@@ -62,7 +62,7 @@ def parts(config: Config) -> Parts:
 
     return Parts(
         recipe="pretrain",
-        trained=all_weights(config.training, rate, new=new),
+        trained=all_weights(config.training, config.optimizer, new=new),
         objective=cross_entropy,
         start=start,
         new=new,

@@ -20,6 +20,7 @@ from unfreeze.job.end.folder import typed
 from unfreeze.job.only import all_weights, balanced
 from unfreeze.job.parts import Parts
 from unfreeze.job.trained import Adapters, Continued, Trained
+from unfreeze.job.watch.balancing import BiasWatch
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
@@ -50,6 +51,7 @@ def parts(config: Config) -> Parts:
         after_update=balanced(config.optimizer.balance_rate, config.training.only),
         start=job.open_weights if not config.adapter else partial(_base_weights, config.adapter),
         encoding={"turns": config.data.turns, "reasoning": config.data.reasoning},
+        on_step=(BiasWatch(),) if config.optimizer.balance_rate else (),
     )
 
 
@@ -68,7 +70,7 @@ def _base_weights(adapter: str, model: str, common: Common) -> Manifest:
 
 def _trained(config: Config) -> Trained:
     if config.lora is None:
-        return all_weights(config.training, config.optimizer.balance_rate)
+        return all_weights(config.training, config.optimizer)
     if config.adapter:
         return Continued(config.lora, config.seed, config.adapter)
     return Adapters(config.lora, config.seed)

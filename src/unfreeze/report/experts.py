@@ -71,7 +71,8 @@ class ExpertWatch:
                     (
                         f"layer {layer}: {num_dead} of {num_experts} experts got no token in {steps} and"
                         f" learn nothing ({first}; the fair share is {share:,.0f} tokens). Broader data"
-                        " or, in pretrain, a higher balance_rate or balance_loss reaches them"
+                        " or, in pretrain, a higher experts.balance_loss reaches them, as does balance_rate"
+                        " where routers have a bias"
                     ),
                 )
             )
@@ -85,7 +86,8 @@ class ExpertWatch:
                     (
                         f"layer {layer}: expert {busiest} got {counts_E[busiest] / tokens:.0%} of all tokens"
                         f" in {steps} (the fair share is {even:.0%}), so the others learn less. In pretrain a"
-                        " higher balance_rate or balance_loss spreads them"
+                        " higher experts.balance_loss spreads them, as does balance_rate where routers have"
+                        " a bias"
                     ),
                 )
             )

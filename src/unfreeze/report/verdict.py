@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from glob import has_magic
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -125,9 +126,12 @@ def _parts(run: RunFolder) -> str:
 
 
 def _files(run: RunFolder) -> str:
-    """Name of the data file, or the number of files."""
+    """Name of the data file, or the number of files; of a pattern, those that it matched."""
     configured = run.config.get("data.files") or run.source("data")
     files = [Path(str(file)).name for file in (configured if isinstance(configured, list) else [configured])]
+    data = last(run.events, DataEvent)
+    if data is not None and any(map(has_magic, files)):
+        files = list(data.get("files", {})) or files
     return files[0] if len(files) == 1 else f"{len(files)} files"
 
 

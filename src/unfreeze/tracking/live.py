@@ -380,7 +380,7 @@ class EncodeProgress:
         if self._display.quiet or seconds < self._next:
             return
         self._next = seconds + self._between
-        words = f"{rows:,} rows  {rows / seconds:,.0f} rows/s"
+        words = f"{rows:,} row{'s' * (rows != 1)}  {rows / seconds:,.0f} rows/s"
         if 0 < bytes_done < bytes_total:
             words += f"  {format_seconds((bytes_total - bytes_done) * seconds / bytes_done)} left"
         if self._display.may_draw:

@@ -28,6 +28,54 @@ def test_what_has_a_form_is_replaced_and_other_numbers_are_not(text, expected):
     assert replaced(text)[0] == expected
 
 
+ALARMS = {
+    "first@example.com,second@example.com": "<EMAIL>,<EMAIL>",
+    "用户zhang_san@126.com的邮箱": "用户<EMAIL>的邮箱",
+    "+8613812345678": "<PHONE>",
+    "0086-13812345678": "<PHONE>",
+    "电话：010-62345678": "电话：<PHONE>",
+    "0755-1234567。": "<PHONE>。",
+    "400-800-8888": "<PHONE>",
+    "+44 20 7946 0958": "<PHONE>",
+    "+1-212-555-0187": "<PHONE>",
+    "+49 (0)30 901820": "<PHONE>",
+    "+33 1 23 45 67 89": "<PHONE>",
+    "11010519491231002x": "<ID_NUMBER>",
+    "8.8.8.8:53": "<IP_ADDRESS>:53",
+    "http://93.184.216.34/index": "http://<IP_ADDRESS>/index",
+    "4111-1111-1111-1111": "<CARD_NUMBER>",
+}
+NO_ALARMS = (
+    "v1.2.3.4",
+    "version 8.8.8.8 of the program",
+    "section 3.2.1.4",
+    "Chrome/120.0.6099.109",
+    "192.168.1.1",
+    "torch@2.3.1",
+    "@decorator.call(x)",
+    "user@localhost",
+    "2024-01-15 10:30:00",
+    "2023.11.02",
+    "1998-2023",
+    "$1,234,567.89",
+    "¥13,800,138,000",
+    "0.13812345678",
+    "13812345678.5",
+    "0x13812345678",
+    "ISBN 978-3-16-148410-0",
+    "timestamp 1638123456789",
+    "order 13812345678901234",
+    "110105194912310021",
+    "doi 10.1038/s41586-020-2649-2",
+    "555-1234",
+)
+
+
+@pytest.mark.parametrize("text", [*ALARMS, *NO_ALARMS])
+def test_tricky_strings(text):
+    assert replaced(text)[0] == ALARMS.get(text, text)
+
+
 def test_check_digits():
     # the example of GB 11643-1999, and card numbers that payment companies publish for tests
     assert is_identity("11010519491231002X") and not is_identity("110105194912310021")

@@ -109,6 +109,7 @@ class LengthFilter:
             )
         else:
             length, low, high, unit = len(document.words), recipe.min_words, recipe.max_words, "words"
+        unit = unit.removesuffix("s") if length == 1 else unit
         if length < low:
             return Reason("length.short", f"{length} {unit}, at least {low}")
         if length > high:

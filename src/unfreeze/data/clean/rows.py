@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -67,7 +68,7 @@ def items(path: Path) -> Iterator[Item]:
                 is_text = isinstance(file, TextFile)
                 fields = {"text": decode(raw, place.row).strip()} if is_text else json_object(raw, place.row)
             else:
-                fields = raw
+                fields = {name: _without_bytes(value) for name, value in raw.items()}
             line = raw.strip() + b"\n" if verbatim else json_line(fields, place.row)
         except DataError as error:
             yield Item(place, place.size, {}, b"", error.message, error.next)
@@ -91,6 +92,21 @@ def json_line(fields: Fields, row: int) -> bytes:
         ) from None
 
 
+def _without_bytes(value: Any) -> Any:
+    """Bytes of a table as JSON can hold them: text where they are UTF-8, else {"base64": …}.
+
+    Old writers store texts as bytes, and images and hashes are bytes that no text is.
+    """
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return {"base64": base64.b64encode(value).decode("ascii")}
+    if is_object(value):
+        return {name: _without_bytes(item) for name, item in value.items()}
+    return [_without_bytes(item) for item in value] if is_list(value) else value
+
+
 def _finite(value: Any) -> Any:
     """The value with null for NaN and infinity, which tables hold for missing numbers and JSON does not."""
     if isinstance(value, float):
@@ -108,6 +124,11 @@ def changed(fields: Fields, column: str, row: int, change: Callable[[str], str])
     """
     names = [column] if column else _columns(fields)
     if not names or names[0] not in fields:
+        empty = "" if column else next((name for name in (*ALONE, *TURNS) if name in fields), "")
+        if empty:
+            raise DataError(
+                f"row {row}: {empty} is {_kind(fields[empty])}", next="correct the row, or --on-bad-row skip"
+            )
         near = nearest(column or "text", fields)
         raise DataError(
             f"row {row}: no {f'column {column!r}' if column else 'text'}{near}; columns:"
@@ -119,6 +140,12 @@ def changed(fields: Fields, column: str, row: int, change: Callable[[str], str])
     return {
         name: _changed(value, row, name, change) if name in names else value for name, value in fields.items()
     }
+
+
+def _kind(value: Any) -> str:
+    if is_object(value) and value.keys() == {"base64"}:  # of _without_bytes
+        return "bytes that are not UTF-8"
+    return "null" if value is None else f"{type(value).__name__}, not a text"
 
 
 def _columns(fields: Mapping[str, Any]) -> list[str]:

@@ -83,7 +83,7 @@ def clean(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"OUT_DIR = {str(out)!r} exists and is not empty", next="name a new folder")
-    files = inputs_of(written, "data", say)
+    files = inputs_of(written, "IN", say)
     against = inputs_of(recipe.contamination.against, "contamination.against", say)
     evaluation = _evaluation(recipe, against)
     partial = out.absolute().with_name(f"{out.absolute().name}.partial")

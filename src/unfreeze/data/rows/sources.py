@@ -29,6 +29,7 @@ def files_of(written: str, field: str = "data", say: Callable[[str], None] = lam
                         is left out: it is most likely a licence
         hf:…            the Arrow files that the library `datasets` creates
 
+    field: the flag without its dashes, or the word of a command's help for names without a flag: FILES.
     Raises ConfigError if there is none, DataError for an unsupported file.
     """
     if written.startswith(HUB):
@@ -49,10 +50,10 @@ def files_of(written: str, field: str = "data", say: Callable[[str], None] = lam
             next="correct the link",
         )
     raise ConfigError(
-        f"{field} = {written!r} is not a file or folder{looked_in(written)}{_near(path)}",
-        next=f"give --{field} {FORMS}"
+        f"{field} = {written!r} is not a file or folder{looked_in(written)}{near_path(path)}",
+        next=f"give {_given(field)} {FORMS}"
         if not _like_an_id(written)
-        else f"--{field} {HUB}{written} reads a data set of the Hub",
+        else f"{_given(field)} {HUB}{written} reads a data set of the Hub",
     )
 
 
@@ -63,7 +64,7 @@ def _folder(path: Path, field: str, say: Callable[[str], None]) -> list[Path]:
         raise ConfigError(
             f"{field} = {os.fspath(path)!r} holds the splits of a saved data set:"
             f" {', '.join(split.name for split in splits[:SHOWN])}",
-            next=f"--{field} {next((s for s in splits if s.name == 'train'), splits[0] if splits else path)}",
+            next=f"{_given(field)} {next((s for s in splits if s.name == 'train'), (splits or [path])[0])}",
         )
     # in a folder from datasets' save_to_disk, skip the caches of map() and its own metadata
     saved = (path / "state.json").is_file()
@@ -86,7 +87,7 @@ def _folder(path: Path, field: str, say: Callable[[str], None]) -> list[Path]:
         raise ConfigError(
             f"{field} = {os.fspath(path)!r}: the folder holds no data file"
             + (f" ({_names([entry.name for entry in inside])})" if inside else ": it is empty"),
-            next=_one_split(path, deeper, field) if deeper else f"give --{field} {FORMS}",
+            next=_one_split(path, deeper, field) if deeper else f"give {_given(field)} {FORMS}",
         )
     left = [entry.name + "/" * entry.is_dir() for entry in inside if entry not in files]
     say(
@@ -101,7 +102,7 @@ def _one_split(path: Path, deeper: Path, field: str) -> str:
 
     A folder with a card is a data set in the Hub's layout; its files may belong to several splits.
     """
-    return f"--{field} {HUB}{path}" if (path / "README.md").is_file() else f"--{field} {deeper}"
+    return f"{_given(field)} {HUB}{path}" if (path / "README.md").is_file() else f"{_given(field)} {deeper}"
 
 
 def _pattern(written: str, field: str, say: Callable[[str], None]) -> list[Path]:
@@ -110,7 +111,7 @@ def _pattern(written: str, field: str, say: Callable[[str], None]) -> list[Path]
     files = list({path.resolve(): path for path in reversed(matched)}.values())[::-1]
     if not files:
         raise ConfigError(
-            f"{field} = {written!r} matches no file{looked_in(written)}", next=f"give --{field} {FORMS}"
+            f"{field} = {written!r} matches no file{looked_in(written)}", next=f"give {_given(field)} {FORMS}"
         )
     for path in files:
         refuse_form(path)
@@ -124,8 +125,14 @@ def _names(names: list[str]) -> str:
     return f"{count}{', '.join(names[:SHOWN])}{more}"
 
 
-def _near(path: Path) -> str:
+def near_path(path: Path) -> str:
+    """End of an error message: the name in the path's folder that is most like its own."""
     return nearest(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else ""
+
+
+def _given(field: str) -> str:
+    """The flag of a field; as it is for one in capitals, which stands without a flag (FILES, IN)."""
+    return field if field.isupper() else f"--{field}"
 
 
 def _like_an_id(written: str) -> bool:

@@ -81,11 +81,12 @@ def merges_in(vocab: int, count: int) -> int:
     named = len(specials_of(0))
     least = NUM_BYTES + named + count
     if vocab < least:
+        room = vocab - NUM_BYTES - named
         raise ConfigError(
             f"vocab {vocab} is too small: {NUM_BYTES} bytes + {named} special tokens + {count} reserved ="
             f" {least}, before any merge",
             next=f"--vocab {aligned_size(max(4 * least, 1024))}"
-            + (f", or --reserved {vocab - NUM_BYTES - named}" if vocab >= NUM_BYTES + named else ""),
+            + (f", or --reserved 0, which leaves {room} merge{'s' * (room > 1)}" if room > 0 else ""),
         )
     return vocab - least
 

@@ -11,7 +11,7 @@ from typing import Any
 from unfreeze.config.recipes import read_resolved
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.core.schema import EndEvent, Event, PlanEvent, ReceiptEvent, TrainEvent
+from unfreeze.core.schema import DataEvent, EndEvent, Event, PlanEvent, ReceiptEvent, TrainEvent
 from unfreeze.job.end.folder import again
 from unfreeze.report.events import folded, last, of_kind, read_events
 from unfreeze.report.html import summary_lines, write_report
@@ -29,6 +29,14 @@ def finish(
         after = [f"report: {run_dir / 'report.html'}", next_command(run_dir, result, command, export)]
         print("\n".join([*before, *summary_lines(run_dir), *after]), file=sys.stderr)
     return result
+
+
+def of_texts(run_dir: Path) -> bool:
+    """True if a run pretrained on texts alone, so its model continues a text and does not chat."""
+    if read_resolved(run_dir, ConfigError).get("recipe") != "pretrain":
+        return False
+    data = last(read_events(run_dir / "events.jsonl"), DataEvent)
+    return data is not None and set(data.get("shapes", {})) == {"text"}
 
 
 def train_more(run_dir: Path) -> list[str]:
@@ -69,6 +77,8 @@ def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bo
     name = shlex.quote(str(run_dir))
     plan = last(read_events(run_dir / "events.jsonl"), PlanEvent) if export else None
     reader, note = (plan.get("export_for", "vllm"), plan.get("export_note", "")) if plan else ("vllm", "")
+    if of_texts(run_dir):  # it has read no conversation: an answer would be a surprise
+        return f'next: unfreeze generate {name} --prompt "…"'
     if not export or not reader:
         return f'next: unfreeze chat {name}    unfreeze generate {name} --prompt "…"'
     lines = [f"next: unfreeze chat {name}    unfreeze export {name} --for {reader}", *folded(note, "  ")]

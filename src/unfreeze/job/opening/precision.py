@@ -9,7 +9,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.cpu import multiplies_bf16
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
-from unfreeze.kernels.precision import AUTO, Precision, precision, slow
+from unfreeze.kernels.precision import AUTO, NEW, Precision, precision, slow
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def settled(
     if first := group.texts(began(config))[0]:
         return in_dtype(config, first), Precision(first, "as when the run started")
     if start is not None and not start.tensors:
-        own = Precision("float32", "new weights train in float32")
+        own = NEW
     if "float32" in group.texts(own.name) and own.name != "float32":
         own = Precision("float32", "another process has no bfloat16 units")
     return in_dtype(config, own.name), own

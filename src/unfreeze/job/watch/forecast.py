@@ -1,4 +1,4 @@
-"""The forecast event: after AT steps of a session, how long the run will take, and what it will cost."""
+"""The forecast event: after AT steps of a session, or half of them, the time of the run and its cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from unfreeze.train.step import StepResult
 
 AT = 50
-"""Steps of a session before the forecast. A run of fewer than twice as many has none: half of it is over."""
+"""Steps of a session before the forecast. In a shorter session it comes when half of the steps are done."""
+LEAST = 40
+"""Steps of a session that has a forecast: it needs some plain ones before it, and a rest that is worth it."""
+
+
+def due(steps: int) -> int:
+    """Step of a session of `steps` steps that has the forecast; 0 if none has."""
+    return min(AT, steps // 2) if steps >= LEAST else 0
 
 
 class ForecastOnce:
@@ -27,7 +34,7 @@ class ForecastOnce:
     def __call__(self, state: State, result: StepResult) -> None:
         self._begun = state.step - 1 if self._begun is None else self._begun
         steps = state.schedule.steps
-        if state.step - self._begun != AT or steps - self._begun < 2 * AT or state.run.events.path is None:
+        if state.step - self._begun != due(steps - self._begun) or state.run.events.path is None:
             return
         rhythm = Rhythm(
             steps, self._watch.validate_every, self._save.every, self._save.minutes, self._validates

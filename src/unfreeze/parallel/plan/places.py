@@ -89,9 +89,10 @@ def bytes_by_place(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layou
     whole, with_two_layers = counts.rest_bytes, counts.ends_bytes + BUFFERS * counts.layer_rest
     in_parts = (whole - counts.ends_bytes) // n + with_two_layers
     rest = {"device": whole, "peers": in_parts, "host": with_two_layers}[layout.rest]
+    frozen = "the frozen rest" if work.rank is not None else "the other weights" if experts else "weights"
     if layout.rest == "host":
-        host["the frozen rest"] = whole
-    weights = {"experts": experts, "the frozen rest": rest}
+        host[frozen] = whole
+    weights = {"experts": experts, frozen: rest}
     if layout.sharded:
         weights = {"a part of the weights": experts + rest + in_float32}
 

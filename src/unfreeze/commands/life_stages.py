@@ -1,0 +1,197 @@
+"""Check a life's stages before the first one runs, and hash what each of them reads."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from unfreeze.config.life import USED, Life, Stage, filled
+from unfreeze.config.parse import check_flags, parse, read_toml
+from unfreeze.config.recipes import CONFIGS
+from unfreeze.core.errors import ConfigError, nearest
+
+SCORED = ("pretrain", "sft", "distill", "prefer", "grpo", "upcycle", "merge")
+"""Commands that leave a model."""
+COMMANDS = ("tokenizer", "data", *SCORED)
+SUBCOMMANDS = {"tokenizer": "train", "data": "clean"}
+"""Word after a command of several, of which a life takes the one that makes a folder."""
+OTHERS = {
+    "tokenizer": "unfreeze.commands.tokenizer",
+    "data": "unfreeze.commands.data_clean",
+    "upcycle": "unfreeze.commands.upcycle",
+    "merge": "unfreeze.commands.merge",
+}
+"""Commands whose first words are not a TOML file -> module with their Config."""
+PROGRAM = {"--json", "--quiet", "--traceback", "--plan"}
+"""Flags of every command, which the program reads before the command does."""
+
+
+def check_stages(life: Life, results: Mapping[str, Path]) -> None:
+    """Refuse a stage that cannot run, before the first runs: its command, files, flags and their values.
+
+    results: model or folder that each stage leaves. Raises ConfigError that names the stage.
+    """
+    for stage in life.stages:
+        words = stage.words
+        if stage.python and not Path(words[0]).is_file():
+            raise ConfigError(f"stage {stage.name!r}: there is no file {words[0]}", next="correct python")
+        if stage.run:
+            _check_command(stage)
+            _check_flags(stage, Path(life.out) / stage.name, results)
+    for score in life.scores:
+        for file in (score.text, score.data, score.reward.partition(":")[0]):
+            if file and "{" not in file and not Path(file).is_file():
+                raise ConfigError(f"score {score.name!r}: there is no file {file}", next="correct the path")
+
+
+def _check_command(stage: Stage) -> None:
+    command, *rest = stage.words
+    if command not in COMMANDS:
+        raise ConfigError(
+            f"stage {stage.name!r}: {command!r} is no command of a life{nearest(command, COMMANDS)}",
+            next=f"one of {', '.join(COMMANDS)}",
+        )
+    made = SUBCOMMANDS.get(command)
+    if made and rest[:1] != [made]:
+        raise ConfigError(
+            f"stage {stage.name!r}: {' '.join([command, *rest[:1]])} makes no folder",
+            next=f'run = "{command} {made} …"',
+        )
+
+
+def _check_flags(stage: Stage, folder: Path, results: Mapping[str, Path]) -> None:
+    """Read the stage's words by its command's own parser, as the command will."""
+    config, start, positional = _config_of(stage.words)
+    words = [word for word in with_out(stage.words, folder)[start:] if word not in PROGRAM]
+    if {"-h", "--help", "--help-all"} & set(words):
+        raise ConfigError(f"stage {stage.name!r} asks for help", next="drop --help")
+    if any(word.partition("=")[0] == "--sweep" for word in words):
+        return  # several runs, read by another parser when the stage begins
+    command, with_paths = " ".join(stage.words[:start]), [filled(word, results) for word in words]
+    try:
+        if not positional and _reads_a_result(words):
+            flags = with_paths if words[0].startswith("-") else with_paths[1:]
+            check_flags(config, flags, command)
+        else:
+            parse(config, with_paths, command=command, description="", positional=positional, say=_nothing)
+    except ConfigError as error:
+        raise ConfigError(f"stage {stage.name!r}: {error.message}", next=error.next) from None
+
+
+def _config_of(words: Sequence[str]) -> tuple[type[BaseModel], int, bool]:
+    """Return Config of a command, the number of its own words, and whether other words than flags follow."""
+    if words[0] in CONFIGS:
+        return CONFIGS[words[0]], 1, False
+    module = import_module(OTHERS[words[0]])
+    return module.Config, 1 + (words[0] in SUBCOMMANDS), True
+
+
+def _nothing(renamed: Sequence[str]) -> None:
+    """Names of earlier versions are noted when the stage runs."""
+
+
+def _reads_a_result(words: Sequence[str]) -> bool:
+    """True if parsing would open what an earlier stage makes: a TOML file, an adapter's settings."""
+    files = () if words[0].startswith("-") else words[:1]
+    adapters = [word for word in words if word.startswith("--adapter=")]
+    adapters += [value for flag, value in pairwise(words) if flag == "--adapter"]
+    return any(USED.search(word) for word in (*files, *adapters))
+
+
+def with_out(words: Sequence[str], folder: Path) -> list[str]:
+    """Add a stage's folder to its command: --out FOLDER; of data clean, the last name before the flags."""
+    if words[0] != "data":
+        return [*words, "--out", str(folder)]
+    names = list(takewhile(lambda word: not word.startswith("--"), words))
+    return [*names, str(folder), *words[len(names) :]]
+
+
+def keys_of(life: Life) -> dict[str, str]:
+    """Hash of each stage's command, of the files that it reads, and of the stages that it reads."""
+    keys: dict[str, str] = {}
+    for stage in life.stages:
+        digest = hashlib.blake2b(digest_size=16)
+        for part in (stage.run, stage.python, *(keys[name] for name in stage.uses)):
+            digest.update(part.encode() + b"\0")
+        for file in files_of(stage.words):
+            digest.update(file.read_bytes())
+        keys[stage.name] = digest.hexdigest()
+    return keys
+
+
+def files_of(words: Sequence[str]) -> list[Path]:
+    """Files that a command reads, each once: those named in its words and in its TOML files, and the modules
+    that a Python file imports from its own folder."""
+    files: dict[Path, None] = {}
+    left = [path for word in words for path in _named(word)]
+    while left:
+        path = left.pop(0)
+        if path not in files:
+            files[path] = None
+            left += _inside(path)
+    return list(files)
+
+
+def _named(word: str, beside: Path | None = None) -> Iterator[Path]:
+    """The file that a word names: FILE, --flag=FILE, FILE.py:function; one in a file also beside that."""
+    value = word.partition("=")[2] if word.startswith("--") else word
+    python, colon, _ = value.rpartition(":")
+    name = python if colon and python.endswith(".py") else value
+    for folder in (Path(), *([beside] if beside else [])):
+        with suppress(
+            OSError, ValueError, RuntimeError
+        ):  # too long for a name, a NUL character, no such ~user
+            path = folder / Path(name).expanduser()
+            if name and path.is_file():
+                yield path
+                return
+
+
+def _inside(path: Path) -> Iterator[Path]:
+    """Files that a TOML or Python file reads. One that cannot be parsed names none: its stage says why."""
+    if path.suffix == ".toml":
+        with suppress(ConfigError):
+            for text in _texts(read_toml(path)):
+                yield from _named(text, path.parent)
+    if path.suffix == ".py":
+        with suppress(SyntaxError, ValueError, OSError):
+            for module in _imports(ast.parse(path.read_bytes())):
+                yield from _module(path.parent, module)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a TOML table."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        several = value.values() if isinstance(value, dict) else value
+        for item in cast(Sequence[Any], several):
+            yield from _texts(item)
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of modules that a file may import: of `from a import b`, a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            before = [node.module] if node.module else []
+            yield from before
+            yield from (".".join([*before, name.name]) for name in node.names)
+
+
+def _module(folder: Path, name: str) -> Iterator[Path]:
+    """Files of a module and of the packages around it, if they stand in the folder."""
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        place = folder.joinpath(*parts[:count])
+        files = (place.with_name(f"{place.name}.py"), place / "__init__.py")
+        yield from (path for path in files if path.is_file())
