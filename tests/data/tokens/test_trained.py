@@ -280,6 +280,15 @@ def test_a_prompt_is_the_beginning_of_what_is_taught(own):
     )
 
 
+def test_a_content_in_parts_is_the_text_of_its_parts(own, theirs):
+    def in_parts(text: str) -> list[dict]:
+        return [{"type": "text", "text": text[:4]}, {"type": "text", "text": text[4:]}]
+
+    parts = [{**turn, "content": in_parts(turn["content"])} for turn in PLAIN]
+    assert own.chat.render(parts) == own.chat.render(PLAIN)
+    assert theirs.apply_chat_template(parts, tokenize=False) == own.chat.render(PLAIN)
+
+
 def test_calls_are_read_from_an_answer(own):
     answer = own.chat.render([CHAT[1], CHAT[2]], tools=[TOOL]).rpartition("assistant\n")[2]
     assert reads_calls(own.chat.source) is hermes

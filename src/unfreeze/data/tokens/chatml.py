@@ -29,6 +29,13 @@ MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 ROLES: Mapping[str, str] = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
 
 TEMPLATE = """\
+{%- macro text(content) -%}
+    {%- if content is string -%}
+        {{- content -}}
+    {%- else -%}
+        {%- for part in content or [] -%}{{- part.text -}}{%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
 {{- bos_token -}}
 {%- if tools -%}
     {{- '<|im_start|>system\\nYou can call these tools:\\n' -}}
@@ -42,7 +49,7 @@ TEMPLATE = """\
         {%- if message.reasoning_content -%}
             {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' -}}
         {%- endif -%}
-        {%- if message.content -%}{{- message.content -}}{%- endif -%}
+        {{- text(message.content) -}}
         {%- for call in message.tool_calls or [] -%}
             {%- if message.content or not loop.first -%}{{- '\\n' -}}{%- endif -%}
             {{- '<tool_call>\\n{"name": ' + (call.function.name | tojson) + ', "arguments": ' -}}
@@ -57,7 +64,7 @@ TEMPLATE = """\
         {%- endgeneration -%}
         {{- '\\n' -}}
     {%- else -%}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+        {{- '<|im_start|>' + message.role + '\\n' + text(message.content) + '<|im_end|>\\n' -}}
     {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
