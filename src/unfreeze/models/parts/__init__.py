@@ -98,6 +98,16 @@ PARTS: dict[str, Part] = {
         "arXiv:2302.05442",
         f"{_BLOCKS}attention:qk_norm",
     ),
+    "gated_delta": Part(
+        ATTENTION,
+        "S ← a S, S ← S + β k (v - Sᵀ k)ᵀ, o = Sᵀ q per head, |k| = 1; o_proj(norm(o) · silu(g_proj x))",
+        "arXiv:2412.06464",
+        f"{_BLOCKS}gated_delta:gated_delta",
+        {
+            "conv": Option(4, "taps of the short convolutions of q, k and v, with SiLU; 0: none", least=0),
+            "gate": Option(True, "the output gate g_proj"),
+        },
+    ),
 }
 """name -> part."""
 
