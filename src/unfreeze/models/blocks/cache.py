@@ -5,6 +5,7 @@ R rows, K experts per token.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +25,10 @@ class Cache:
     of a step holds as long as it does not change.
     `routes`: the experts that each MoE layer chose, int16 [R, capacity, K] per layer; None if not asked for.
     `states`: what a layer keeps of all of a row's tokens together, [R, …] per name: it does not grow.
+    `stepping`: the rows that take part in a step; None: all that run.
     """
+
+    stepping: list[int] | None = None
 
     def __init__(self, num_sequences: int, capacity: int, *, routes: bool = False):
         self.lengths = [0] * num_sequences
@@ -70,6 +74,25 @@ class Cache:
             self.states[name] = state.new_zeros(self.rows, *state.shape[1:])
         self.states[name][rows_S] = state
 
+    def state(self, name: str, rows: int) -> Tensor:
+        """The state of the `rows` rows of a step."""
+        return self.states[name][slice(rows) if self.stepping is None else self.stepping]
+
+    def move_state(self, name: str, state_S: Tensor) -> None:
+        """Replace the state of the rows of a step."""
+        self.states[name][slice(len(state_S)) if self.stepping is None else self.stepping] = state_S
+
+    def shortened(self, by: int, stepping: list[int] | None = None) -> Cache:
+        """This cache for layers that have one position per `by` of a row's (passes.py: shorten).
+
+        It has the same stores and states; those of such a layer are allocated in its size.
+        """
+        view = copy.copy(self)
+        view.capacity, view.longest = -(-self.capacity // by), -(-self.longest // by)
+        view.lengths = [length // by for length in self.lengths]
+        view.stepping = stepping
+        return view
+
     def route(self, row: int) -> Tensor:
         """Return the experts chosen at the filled positions of a row, int16 [positions, MoE layers, K].
 
@@ -86,8 +109,9 @@ class Cache:
         return value.new_zeros(self.rows, self.capacity, *value.shape[1:])
 
     def read(self, layer: int, rows: int, longest: int) -> tuple[Tensor, ...]:
-        """Return the first `longest` positions of the first rows, [rows, longest, …]."""
-        return tuple(store[:rows, :longest] for store in self.layers[layer])
+        """Return the first `longest` positions of the `rows` rows of a step, [rows, longest, …]."""
+        places = slice(rows) if self.stepping is None else self.stepping
+        return tuple(store[places, :longest] for store in self.layers[layer])
 
     def own(self, row: int) -> int:
         """Return the number of positions that a row holds itself."""

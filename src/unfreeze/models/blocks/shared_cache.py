@@ -84,8 +84,16 @@ class SharedCache(Cache):
 
     def read(self, layer: int, rows: int, longest: int) -> tuple[Tensor, ...]:
         """Put the rows together, [rows, longest, …]: a copy."""
+        places = range(rows) if self.stepping is None else self.stepping
         pairs = zip(self.prompts[layer], self.layers[layer], strict=True)
-        return tuple(self._together(prompts, own, range(rows), longest) for prompts, own in pairs)
+        return tuple(self._together(prompts, own, places, longest) for prompts, own in pairs)
+
+    def shortened(self, by: int, stepping: list[int] | None = None) -> SharedCache:
+        view = super().shortened(by, stepping)
+        assert isinstance(view, SharedCache)
+        # a row's own positions may begin within a group: its prompt has the whole ones, it has the others
+        view.shared = [length // by for length in self.shared]
+        return view
 
     def route(self, row: int) -> Tensor:
         length, layers = self.lengths[row], sorted(self.routes or {})

@@ -108,6 +108,13 @@ PARTS: dict[str, Part] = {
             "gate": Option(True, "the output gate g_proj"),
         },
     ),
+    "shorten": Part(
+        LAYER,
+        "y_t = x_t + (layer(p) - p)_e, p the means of every `by` tokens, e the last group complete at t",
+        "arXiv:2110.13711, arXiv:2006.03236",
+        f"{_BLOCKS}shorten:shorten",
+        {"by": Option(2, "tokens that the layer reads as one", least=1)},
+    ),
 }
 """name -> part."""
 
