@@ -63,14 +63,14 @@ def cached_difference(model: models.Decoder, prompts: Sequence[int], total: int,
     cache = model.new_cache(len(rows), total)
     first = model.prefill(packed([row[:length] for row, length in zip(rows, prompts, strict=True)]), cache)
     wanted = torch.cat([whole[row, :length] for row, length in enumerate(prompts)])
-    worst = float((first - wanted).abs().max())
+    worst = (first - wanted).abs().max()
     while max(cache.lengths) < total:
         places = list(cache.lengths)
         new = torch.tensor([rows[row][place] for row, place in enumerate(places)])
         got = model.step(new, cache) if step is None else step(cache, new)
         wanted = torch.stack([whole[row, place] for row, place in enumerate(places)])
-        worst = max(worst, float((got - wanted).abs().max()))
-    return worst
+        worst = torch.maximum(worst, (got - wanted).abs().max())  # it passes nan on, as max() does not
+    return float(worst)
 
 
 def seen(model: models.Decoder, batch: Batch, outputs: slice) -> Tensor:
