@@ -34,7 +34,7 @@ from unfreeze.config.names import Known, by_path, earlier, fields, nested, short
 from unfreeze.config.synonyms import field_hint, field_next
 from unfreeze.config.words import fault_of, wrong, wrong_flag
 from unfreeze.core.built_in import TINY_K2
-from unfreeze.core.errors import FULL, ConfigError
+from unfreeze.core.errors import FULL, ConfigError, nearest
 from unfreeze.core.torchrun import first_process
 
 
@@ -87,15 +87,19 @@ def parse(
     description: str,
     positional: bool = False,
     say: Callable[[Sequence[str]], None] | None = None,
+    topics: Mapping[str, Callable[[], str]] | None = None,
 ) -> C:
     """Parse `unfreeze COMMAND [file.toml] [--flag value …]` into a Config.
 
     positional: the first argument is a field of the Config (a model, a run), not a TOML file.
     say: called with notes about names of earlier versions; by default they go to stderr.
+    topics: word -> a page that `--help WORD` prints instead.
     Raises ConfigError that names the field and the nearest valid key.
     """
     if wants_help := {"-h", "--help", "--help-all"} & set(arguments):
-        print(help_text(config, command, description, everything="--help-all" in wants_help))
+        everything = "--help-all" in wants_help
+        page = _page(arguments, topics or {}, command)
+        print(page or help_text(config, command, description, everything=everything))
         raise SystemExit(0)
     values: dict[str, Any] = {}
     renamed: list[str] = []
@@ -122,6 +126,19 @@ def parse(
     validated = _validated(config, values, f"unfreeze {command} --help")
     (say or _note)(renamed)
     return validated
+
+
+def _page(arguments: Sequence[str], topics: Mapping[str, Callable[[], str]], command: str) -> str:
+    """The page that follows --help; "" if none does. Raises ConfigError for a word that is no page."""
+    words = arguments[arguments.index("--help") + 1 :][:1] if "--help" in arguments else []
+    if not topics or not words or words[0].startswith("-"):
+        return ""
+    if words[0] not in topics:
+        raise ConfigError(
+            f"unfreeze {command} --help has no page {words[0]!r}{nearest(words[0], topics)}",
+            next=" or ".join(f"unfreeze {command} --help {topic}" for topic in topics),
+        )
+    return topics[words[0]]()
 
 
 def _note(renamed: Sequence[str]) -> None:

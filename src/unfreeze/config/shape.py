@@ -17,6 +17,9 @@ from unfreeze.config.columns import AsTable
 from unfreeze.config.parse import Frozen
 from unfreeze.core.field import about
 
+PART = '{"at": "layers.*.self_attn", "part": "sliding_window", "window": 64}'
+"""A part as a flag's value."""
+
 
 def entries(value: Any) -> Any:
     """Convert a table or NAME=JSON texts to ("head_dim=32", …).
@@ -51,6 +54,27 @@ def parsed(pairs: tuple[str, ...]) -> dict[str, Any]:
     return values
 
 
+def listed(value: Any) -> Any:
+    """Convert tables or JSON texts, one or several, to a tuple of JSON texts, one a part.
+
+    Raises ValueError for a text that is no JSON table.
+    """
+    if isinstance(value, (str, Mapping)):
+        value = [value]
+    if not isinstance(value, (list, tuple)):
+        return value
+    texts: list[str] = []
+    for item in cast(list[Any], value):
+        try:
+            table = json.loads(item) if isinstance(item, str) else item
+        except ValueError:
+            table = None
+        if not isinstance(table, Mapping):
+            raise ValueError(f"{item!r:.60} is not a part, such as {PART}")
+        texts.append(json.dumps(table, ensure_ascii=False))
+    return tuple(texts)
+
+
 def _shape(size: str = "", *, first: bool = False) -> Any:
     return about("Model and data", alias=size, first=first, since="0.2")
 
@@ -66,7 +90,7 @@ class Shape(Frozen):
 
     family: str = Field(
         default="",
-        description="family of a new model: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, deepseek_v3",
+        description="family of a new model: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, deepseek_v3, chain_of_experts",
         json_schema_extra=_shape(first=True),
     )
     num_hidden_layers: int = Field(default=4, ge=1, description="layers", json_schema_extra=_shape())
@@ -120,3 +144,13 @@ class Shape(Frozen):
         description="further fields of config.json, NAME=JSON: head_dim=64 max_position_embeddings=4096",
         json_schema_extra=_shape(),
     )
+    parts: Annotated[tuple[str, ...], BeforeValidator(listed)] = Field(
+        default=(),
+        description="parts in place of the family's own, one JSON table each; --help parts lists them",
+        json_schema_extra=_shape(),
+    )
+
+    @property
+    def assembly(self) -> list[dict[str, Any]]:
+        """The tables of `parts`."""
+        return [json.loads(text) for text in self.parts]

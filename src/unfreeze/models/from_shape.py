@@ -6,7 +6,7 @@ own defaults. Left to the family are only fields without effect on a new model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from unfreeze import models
 from unfreeze.core.errors import CheckpointError, ConfigError, nearest
 from unfreeze.core.units import format_count
 from unfreeze.models.allowed import ONLY, READ, SILENT, Fields, unknown
+from unfreeze.models.parts import assembled_config
 
 if TYPE_CHECKING:
     from unfreeze.models.decoder import Decoder
@@ -93,6 +94,13 @@ NEW: dict[str, NewFamily] = {
         experts=True,
         shared=True,
     ),
+    "chain_of_experts": NewFamily(
+        "ChainOfExpertsForCausalLM",
+        {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+        lambda s: {**_own_width(s), "inner_iter": 2},
+        experts=True,
+        shared=True,
+    ),
 }
 
 
@@ -110,6 +118,7 @@ def config_of(
     positions: int,
     bos: int | None = None,
     eos: int | None = None,
+    parts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return config.json of a new model.
 
@@ -117,9 +126,10 @@ def config_of(
         more        further fields of config.json, as the family names them; they override
         vocabulary  ids of the tokenizer
         positions   tokens of the longest document, if `more` has no max_position_embeddings
+        parts       in place of the family's own (models/parts): the entries of config.json
 
     Raises ConfigError, one line: a family that is not in NEW, a size that it does not have or that does not
-    divide, a field that its reader does not know.
+    divide, a field that its reader does not know, a part that is none or cannot stand at its place.
     """
     if family not in NEW:
         raise ConfigError(
@@ -159,7 +169,7 @@ def config_of(
         **more,
     }
     _refuse_config(config, more)
-    return config
+    return _with_parts(config, parts) if parts else config
 
 
 def _refuse_sizes(family: str, new: NewFamily, written: Mapping[str, Any], more: Mapping[str, Any]) -> None:
@@ -207,6 +217,18 @@ def _refuse_config(config: Mapping[str, Any], more: Mapping[str, Any]) -> None:
         models.shape(config)
     except CheckpointError as error:
         raise ConfigError(f"[shape] {error.message.removeprefix('config.json: ')}", next=CORRECT) from None
+
+
+def _with_parts(config: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The config of the family with other parts; built once on "meta", so that a wrong place is seen here."""
+    import torch
+
+    assembled = assembled_config(config, parts)
+    try:
+        models.from_config(assembled, torch.float32)
+    except CheckpointError as error:
+        raise ConfigError(f"shape.{error.message}", next=error.next) from None
+    return assembled
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """unfreeze pretrain run.toml: train all weights on text, from random weights or from a checkpoint.
 
-For random weights give [shape] and a tokenizer, or a folder with config.json and a tokenizer. The loss counts
-every token. The result is written to <out>/model in the format its config.json declares: with a
-quantization_config, the modules it names are rounded to INT4 at the end, as Kimi-K2's are.
+For random weights give [shape] and a tokenizer, or a folder with config.json and a tokenizer. `--help parts`
+lists the attentions and norms that can take the place of a family's own. The loss counts every token. The
+result is written to <out>/model in the format its config.json declares: with a quantization_config, the
+modules it names are rounded to INT4 at the end, as Kimi-K2's are.
 """
 
 from __future__ import annotations
@@ -30,8 +31,17 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
     Return run, model, steps, loss_first, loss_last, tokens_per_second, peak_bytes, receipt.
     """
-    config = parse(Config, arguments, command="pretrain", description=__doc__ or "")
+    config = parse(
+        Config, arguments, command="pretrain", description=__doc__ or "", topics={"parts": _parts_page}
+    )
     return train(config, common, typed("pretrain", arguments))
+
+
+def _parts_page() -> str:
+    """Return the page of `--help parts`."""
+    from unfreeze.models.parts.listing import text
+
+    return text()
 
 
 def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:

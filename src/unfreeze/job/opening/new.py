@@ -32,7 +32,7 @@ def new_model(config: Config, folder: str) -> Manifest:
             next="give the folder that holds tokenizer.json; unfreeze tokenizer train makes one",
         )
     tokenizer = load_tokenizer(path)
-    sizes = config.shape.model_dump(exclude={"family", "config"})
+    sizes = config.shape.model_dump(exclude={"family", "config", "parts"})
     fields = config_of(
         config.shape.family,
         sizes,
@@ -41,5 +41,6 @@ def new_model(config: Config, folder: str) -> Manifest:
         positions=config.data.sequence_length,
         bos=tokenizer.bos_id,
         eos=tokenizer.eos_id,
+        parts=config.shape.assembly,
     )
     return Manifest(path=path, config=fields, tensors={}, prefix="", files=())

@@ -66,6 +66,11 @@ class FusedMLP(Block):
         reuse, skip = (None, None) if run is None else (run.reuse_linear, run.skip_unread)
         return self.down_proj(GATED_SILU.apply(self.gate_up_proj(x_TD, reuse)), skip)
 
+    def read(self, x_TD: Tensor, run: Pass) -> Tensor:
+        """As MLP.read."""
+        h_TI = GATED_SILU.apply(self.gate_up_proj(x_TD, run.reuse_linear))
+        return self.down_proj(h_TI, run.reuse_linear)
+
     def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
         """add + factor · MLP(x)."""
         both, I = self.gate_up_proj.record(to, x), self.down_proj.in_features
@@ -106,6 +111,10 @@ class PlainMLP(Block):
     def forward(self, x_TD: Tensor, run: Pass | None = None) -> Tensor:
         reuse, skip = (None, None) if run is None else (run.reuse_linear, run.skip_unread)
         return self.fc2(self.activation.apply(self.fc1(x_TD, reuse)), skip)
+
+    def read(self, x_TD: Tensor, run: Pass) -> Tensor:
+        """As MLP.read."""
+        return self.fc2(self.activation.apply(self.fc1(x_TD, run.reuse_linear)), run.reuse_linear)
 
     def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
         """add + factor · MLP(x)."""

@@ -129,6 +129,10 @@ class ReadMoE(MoE):
         shared = None if self.shared_experts is None else partial(self.shared_experts.read, x_TD, run)
         return self.experts(x_TD, ids_TK, weights_TK, None, run.reuse, shared)
 
+    def read(self, x_TD: Tensor, run: Pass) -> Tensor:
+        """As MLP.read: forward itself."""
+        return self(x_TD, run)
+
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As MoE; recomputation keeps no output of the experts, and that of the shared expert's product."""
         counted = super().bytes(dtype, device)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 ASSEMBLED = "unfreeze_parts"
 """model_type of a model with other parts than its family's."""
+ARCHITECTURE = "UnfreezePartsForCausalLM"
+"""In its `architectures`: no program has a class of this name."""
 LAYER, ATTENTION = "", "self_attn"
 """Slots: the whole layer, its attention."""
 
@@ -114,6 +116,19 @@ PARTS: dict[str, Part] = {
         "arXiv:2110.13711, arXiv:2006.03236",
         f"{_BLOCKS}shorten:shorten",
         {"by": Option(2, "tokens that the layer reads as one", least=1)},
+    "pre_norm": Part(
+        LAYER, "x + f(norm(x)), f attention and then the MLP", "arXiv:2002.04745", f"{_BLOCKS}norms:pre_norm"
+    ),
+    "post_norm": Part(LAYER, "norm(x + f(x))", "arXiv:1706.03762", f"{_BLOCKS}norms:post_norm"),
+    "sandwich_norm": Part(LAYER, "x + norm(f(norm(x)))", "arXiv:2105.13290", f"{_BLOCKS}norms:sandwich_norm"),
+    "branch_norm": Part(
+        LAYER, "x + norm(f(x)), as in OLMo 2", "arXiv:2501.00656", f"{_BLOCKS}norms:branch_norm"
+    ),
+    "deep_norm": Part(
+        LAYER,
+        "norm(α x + f(x)), α = (2L)^¼; v, o and MLP begin (8L)^-¼ smaller; L layers",
+        "arXiv:2203.00555",
+        f"{_BLOCKS}norms:deep_norm",
     ),
 }
 """name -> part."""
@@ -137,6 +152,16 @@ def places(at: str, num_layers: int) -> tuple[str, list[int]]:
             f"parts: {at!r}: the model has layers 0 to {num_layers - 1}", next="correct the numbers"
         )
     return match[2] or LAYER, list(range(begin, end + 1))
+
+
+def assembled_config(config: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """config.json of a family's model with other parts.
+
+    Programs that choose their code by `architectures` must not take the family's, so it has a name of ours.
+    """
+    own = {name: value for name, value in config.items() if name not in ("model_type", "architectures")}
+    kind = {"architectures": [ARCHITECTURE], "model_type": ASSEMBLED, "base_model_type": config["model_type"]}
+    return {**kind, **own, "parts": [dict(entry) for entry in parts]}
 
 
 def completed(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

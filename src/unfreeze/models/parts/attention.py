@@ -24,9 +24,11 @@ def sliding_window(own: Attending, at: At, *, window: int) -> Attending:
 
 
 def qk_norm(own: Attention, at: At) -> Attention:
-    """The same attention with an RMSNorm per head on q and k."""
+    """The same attention with an RMSNorm per head on q and k; one that has them stays as it is."""
     if type(own) is not Attention:
         refuse(own, "qk_norm", "grouped-query attention", at)
+    if own.q_norm is not None:
+        return own
     own.q_norm = at.make.norm(own.head_dim, at.shape.rms_norm_eps)
     own.k_norm = at.make.norm(own.head_dim, at.shape.rms_norm_eps)
     return own
