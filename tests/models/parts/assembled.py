@@ -99,3 +99,23 @@ def gradients(model: models.Decoder, batch: Batch, recompute: Callable[..., Tens
     draw = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(5)).to(hidden)
     (hidden * draw).sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def held(model: models.Decoder, block: torch.nn.Module) -> float:
+    """Bytes per token that a block's forward leaves for its backward, its input left out."""
+    batch = packed(documents([512, 512]))
+    run = model.packed_pass(batch)
+    x_TD = torch.randn(batch.num_tokens, model.shape.hidden_size, requires_grad=True) * 1
+    beside = {tensor.untyped_storage().data_ptr() for tensor in (x_TD, *model.parameters())}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in beside:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y_TD = block(x_TD, run)
+    sizes[y_TD.untyped_storage().data_ptr()] = y_TD.untyped_storage().nbytes()
+    return sum(sizes.values()) / batch.num_tokens

@@ -11,6 +11,7 @@ from unfreeze.core.errors import CheckpointError
 from unfreeze.models.blocks.gated_delta import GatedDeltaNet
 from unfreeze.models.blocks.recurrent import GatedNorm, ShortConv
 from unfreeze.models.factory import Factory
+from unfreeze.parallel.plan.counts import counts
 
 PART = {"at": "layers.*.self_attn", "part": "gated_delta"}
 FORMS = {"default": {}, "plain": {"conv": 0, "gate": False}, "no convolution": {"conv": 0}}
@@ -201,6 +202,23 @@ def test_recomputation_changes_no_bit(form):
     for policy in ("layers", "selective", "elementwise"):
         own = cases.gradients(model, batch, models.RECOMPUTE[policy])
         assert [name for name in wanted if not torch.equal(own[name], wanted[name])] == [], policy
+
+
+@each_form
+@pytest.mark.parametrize("base", ["llama", "qwen3"])
+def test_what_it_holds_for_backward_is_what_it_counts(form, base):
+    model = made(form, base_model_type=base, hidden_size=128, head_dim=32)
+    block = model.layers[0].self_attn
+    product = 4 * 128  # of o_proj: the layer's sum takes its place
+    counted = block.bytes(torch.float32, "cpu").held
+    assert cases.held(model, block) - product == pytest.approx(counted, rel=0.03)
+
+
+def test_the_plan_counts_the_products_with_a_state():
+    """Three of 8 × 8 numbers for each of 4 heads and 2 layers; attention has none left."""
+    model, bare = counts(made({"conv": 0})), counts(cases.made([]))
+    added = 2 * (2 * 4 * 32 + 32 * 32 + 3 * 4 * 8 * 8)  # b_proj, a_proj; g_proj; states
+    assert model.dense == bare.dense + added and model.pairs(100) == 0
 
 
 def test_what_fits_keeps_its_name_and_shape():

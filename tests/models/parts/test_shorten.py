@@ -7,9 +7,10 @@ import torch
 from unfreeze import models
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.generate.recorded import Recorded
 from unfreeze.kernels import token_pool
 from unfreeze.models import decoder
-from unfreeze.models.blocks.step_pass import StepPass
+from unfreeze.models.blocks.cache import Cache
 from unfreeze.models.queries import scalable
 from unfreeze.parallel.plan.counts import counts
 
@@ -17,6 +18,7 @@ INSIDE = {
     "full": [],
     "sliding": [{"at": "layers.*.self_attn", "part": "sliding_window", "window": 3}],
     "gated delta": [{"at": "layers.*.self_attn", "part": "gated_delta"}],
+    "sandwich": [{"at": "layers.*", "part": "sandwich_norm"}],
 }
 each_inside = pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
 each_by = pytest.mark.parametrize("by", [2, 3, 5])
@@ -136,15 +138,8 @@ def test_rows_that_leave_take_their_groups_with_them():
             assert (model.step(new, cache) - wanted).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("forgets", ["state", "rows"])
-def test_control_cached_decoding_that_forgets_differs(forgets, monkeypatch):
+def test_control_cached_decoding_that_forgets_the_open_group_differs():
     model = made(3)
-    if forgets == "rows":  # every row completes its group when the first does
-        monkeypatch.setattr(
-            StepPass, "shorten", lambda self, name, x_SD, by, layer: x_SD + 0 * self.cache.state(name, len(x_SD))[:, 0]
-        )
-        assert cases.cached_difference(model, PROMPTS, 30) > 1e-2
-        return
 
     def forgetful(cache, new):
         for state in cache.states.values():
@@ -152,6 +147,27 @@ def test_control_cached_decoding_that_forgets_differs(forgets, monkeypatch):
         return model.step(new, cache)
 
     assert cases.cached_difference(model, PROMPTS, 30, forgetful) > 1e-2
+
+
+def test_control_rows_that_read_the_keys_of_the_first_ones_differ(monkeypatch):
+    """A step of some rows reads those rows of the cache, not as many first ones."""
+    real = Cache.shortened
+    monkeypatch.setattr(Cache, "shortened", lambda self, by, stepping=None: real(self, by))
+    assert cases.cached_difference(made(3), PROMPTS, 30) > 1e-2
+
+
+def test_a_recorded_step_runs_a_shortened_layer_as_in_training():
+    model = made(3)
+    rows = cases.documents([30, 30])
+    cache = model.new_cache(2, 30)
+    with torch.no_grad():
+        whole = model.logits(model.hidden(cases.packed(rows))).view(2, 30, -1)
+        model.prefill(cases.packed([rows[0][:4], rows[1][:11]]), cache)
+        step = Recorded(model, cache)
+        for place in range(4, 23):
+            got = step([rows[0][place], rows[1][place + 7]])
+            wanted = torch.stack([whole[0, place], whole[1, place + 7]])
+            assert (got - wanted).abs().max() <= 1e-4
 
 
 @each_inside
@@ -245,6 +261,13 @@ def test_experts_inside_are_chosen_for_groups_and_can_be_given_again():
         # control: other experts for the groups give another result
         given.extras["routes"] = (routes.long() + 1) % 4  # type: ignore[index]
         assert (model.hidden(given) - wanted).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("by", [1, 2, 4])
+def test_what_it_holds_for_backward_is_what_it_counts(by):
+    model = cases.made([{"at": "layers.*", "part": "shorten", "by": by}], hidden_size=128, head_dim=32)
+    counted = model.layers[0].bytes(torch.float32, "cpu").held
+    assert cases.held(model, model.layers[0]) == pytest.approx(counted, rel=0.03)
 
 
 def test_the_plan_counts_a_share_of_the_layer():

@@ -116,6 +116,7 @@ PARTS: dict[str, Part] = {
         "arXiv:2110.13711, arXiv:2006.03236",
         f"{_BLOCKS}shorten:shorten",
         {"by": Option(2, "tokens that the layer reads as one", least=1)},
+    ),
     "pre_norm": Part(
         LAYER, "x + f(norm(x)), f attention and then the MLP", "arXiv:2002.04745", f"{_BLOCKS}norms:pre_norm"
     ),

@@ -13,6 +13,7 @@ from unfreeze.core.torch_types import named_modules
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.attention import Attending
 from unfreeze.models.blocks.compressed import CompressedAttention, EntryIndexer
+from unfreeze.models.blocks.delta_attention import DeltaAttention
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.mla import MLA
@@ -58,7 +59,8 @@ class Counts:
     come_whole                  True if a layer's experts cannot be loaded in groups
     packed                      True if experts are packed, so that they are expanded at each use
     dense       weights of a token's matrix products in layers, without routed experts and routers; of a
-                shortened layer, which sees a row per `by` tokens, a token's share
+                shortened layer, which sees a row per `by` tokens, a token's share; of DeltaAttention also
+                what its states are multiplied with
     router      weights of routers
     attention   2 · H · (query + value width), summed over layers: FLOP per pair of tokens, scores and
                 sums
@@ -165,9 +167,9 @@ def counts(model: Decoder) -> Counts:
         ends_bytes=base - sum(whole),
         packed=any(m.gate_up_proj.codec is not None for m in model.modules() if isinstance(m, Experts)),
         dense=sum(
-            m.in_features * m.out_features * (passes if ".shared_experts." in name else 1) // shares.get(id(m), 1)
+            _products(m) * (passes if ".shared_experts." in name else 1) // shares.get(id(m), 1)
             for name, m in named_modules(model)
-            if isinstance(m, Linear) and name != "lm_head"
+            if name != "lm_head"
         ),
         router=sum(p.numel() for name, p in model.named_parameters() if group_of(name) == "router") * again,
         come_whole=come_whole(model.layers),
@@ -179,6 +181,13 @@ def counts(model: Decoder) -> Counts:
         frozen=stays_frozen(model),
         passes=passes,
     )
+
+
+def _products(module: nn.Module) -> int:
+    """Weights of a linear layer; of DeltaAttention the three products with a head's state: Sᵀ k, k uᵀ, Sᵀ q."""
+    if isinstance(module, DeltaAttention):
+        return 3 * module.heads * module.head_dim**2
+    return module.in_features * module.out_features if isinstance(module, Linear) else 0
 
 
 def _shortened(model: Decoder) -> list[Shortened]:
