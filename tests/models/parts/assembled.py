@@ -27,7 +27,9 @@ SIZES: dict[str, Any] = {
 LENGTHS = (40, 1, 90, 3)
 
 
-def made(parts: Sequence[dict[str, Any]], dtype: torch.dtype = torch.float32, **fields: Any) -> models.Decoder:
+def made(
+    parts: Sequence[dict[str, Any]], dtype: torch.dtype = torch.float32, **fields: Any
+) -> models.Decoder:
     """A random model; gains of norms are random too."""
     config = {**SIZES, **fields, "parts": list(parts)}
     model = models.build(models.shape(config), dtype=dtype, device="cpu")

@@ -242,6 +242,8 @@ def test_what_fits_keeps_its_name_and_shape():
 
 
 def test_another_attention_is_refused_in_one_line():
-    with pytest.raises(CheckpointError, match="takes the place of grouped-query attention; .* is DeltaAtt") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"takes the place of grouped-query attention; .* is DeltaAtt"
+    ) as caught:
         cases.made([PART, PART])
     assert "\n" not in caught.value.message and len(caught.value.message) <= 140 and caught.value.next

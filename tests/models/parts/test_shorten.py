@@ -282,8 +282,11 @@ def test_the_plan_counts_a_share_of_the_layer():
     ("parts", "message"),
     [
         ([{"at": "layers.0", "part": "shorten"}] * 2, "shorten takes the place of a layer with one residual"),
-        ([{"at": "layers.0", "part": "shorten", "by": 0}], "shorten.by is 0; it must be a whole number from 1"),
-        ([{"at": "layers.0.self_attn", "part": "shorten"}], 'shorten cannot stand at'),
+        (
+            [{"at": "layers.0", "part": "shorten", "by": 0}],
+            "shorten.by is 0; it must be a whole number from 1",
+        ),
+        ([{"at": "layers.0.self_attn", "part": "shorten"}], "shorten cannot stand at"),
     ],
 )
 def test_what_cannot_be_shortened_is_refused_in_one_line(parts, message):

@@ -130,5 +130,3 @@ class DeltaAttention(Block):
             linear=(projected + gated * H * d + 2 * H) * size,
             scratch=max(work_bytes(device), workspace_bytes(H, H, d, d, device, "delta")),
         )
-
-

@@ -238,7 +238,9 @@ class PackedPass:
             "named": {name: (cos[last_E], sin[last_E]) for name, (cos, sin) in self.named.items()},
             "residency": self.residency,
             "boundary": self.boundary,
-            "routes": {layer: ids_TK[last_E].masked_fill(~known_E1, -1) for layer, ids_TK in self.routes.items()},
+            "routes": {
+                layer: ids_TK[last_E].masked_fill(~known_E1, -1) for layer, ids_TK in self.routes.items()
+            },
             "tokens_T": None if self.tokens_T is None else self.tokens_T[last_E],
             "noise": None if self.noise is None else self.noise.at(groups.host_E),
         }

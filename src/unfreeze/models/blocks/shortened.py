@@ -64,7 +64,9 @@ class Shortened(Layer):
 
     def cached(self) -> int:
         """Its blocks count a position per token and have one per group: the difference, below 0."""
-        inside = sum(block.cached() for block in self.modules() if isinstance(block, Block) and block is not self)
+        inside = sum(
+            block.cached() for block in self.modules() if isinstance(block, Block) and block is not self
+        )
         return _share(inside, self.by) - inside
 
     def state_bytes(self, dtype: torch.dtype) -> int:

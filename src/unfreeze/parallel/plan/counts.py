@@ -184,7 +184,7 @@ def counts(model: Decoder) -> Counts:
 
 
 def _products(module: nn.Module) -> int:
-    """Weights of a linear layer; of DeltaAttention the three products with a head's state: Sᵀ k, k uᵀ, Sᵀ q."""
+    """Weights of a linear layer; of DeltaAttention its three products with a state: Sᵀ k, k uᵀ, Sᵀ q."""
     if isinstance(module, DeltaAttention):
         return 3 * module.heads * module.head_dim**2
     return module.in_features * module.out_features if isinstance(module, Linear) else 0
