@@ -1,14 +1,15 @@
-"""Attention of whole documents to chosen blocks, forward and backward: work and memory grow with C · L, not L².
+"""Attention of whole documents to chosen blocks: work and memory grow with C · L, not with L².
 
-A pair is a query head of a token and one of its C blocks. The pairs of a block and a key head make one product
-of its queries with its B keys; blocks with about as many queries are padded to one batched product.
+A pair is a query head of a token and one of its C blocks. The pairs of a block and a key head make one
+product of its queries with its B keys; blocks with about as many queries are padded to one batched product.
 
     c = scale · q kᵀ,   lse_p = log Σ exp(c) of a pair,   o_p = softmax(c) v
     lse = log Σ_p exp(lse_p),   o = Σ_p exp(lse_p - lse) · o_p
-    P = exp(c - lse),   dP = do vᵀ,   dc = scale · P · (dP - Σ do·o),   dq = Σ_p dc k,   dk = dcᵀ q,   dv = Pᵀ do
+    P = exp(c - lse),   dP = do vᵀ,   dc = scale · P · (dP - Σ do·o)
+    dq = Σ_p dc k,   dk = dcᵀ q,   dv = Pᵀ do
 
-Only q, k, v, o, lse and the choice are kept; backward computes c again. Sums over pairs run in a fixed order,
-so equal inputs give equal bits. In float32; float64 stays float64.
+Only q, k, v, o, lse and the choice are kept; backward computes c again. Sums over pairs run in a fixed
+order, so equal inputs give equal bits. In float32; float64 stays float64.
 Source: the sum over parts of a softmax is FlashAttention's, arXiv:2205.14135, 3.1; blocks by queries:
 arXiv:2511.11571, 4.
 
@@ -68,8 +69,8 @@ def scratch_bytes(
 ) -> int:
     """Bytes that backward adds to what attention holds, for documents of `length` among `tokens`.
 
-    sizes: H, G, d, v. Of the unit at work, in float32: q, o and do, and dq of each pair; k, v, dk and dv; of a
-    pair three int64. And of a product three times its scores, its queries and their gradients.
+    sizes: H, G, d, v. Of the unit at work, in float32: q, o and do, and dq of each pair; k, v, dk and dv; of
+    a pair three int64. And of a product three times its scores, its queries and their gradients.
     """
     heads, groups, d, v = sizes
     of = _Sizes(block, chosen, heads // groups, groups, max(d, v))
@@ -236,9 +237,7 @@ def _together(counts: list[int], block: int) -> Iterator[tuple[list[int], list[i
     at = 0
     while at < len(pieces):
         longest, end = pieces[at][0], at + 1
-        while (
-            end < len(pieces) and (end + 1 - at) * longest <= most and pieces[end][0] >= FILL * longest
-        ):
+        while end < len(pieces) and (end + 1 - at) * longest <= most and pieces[end][0] >= FILL * longest:
             end += 1
         numbers, begins, blocks = zip(*pieces[at:end], strict=True)
         yield list(blocks), list(begins), list(numbers)
@@ -266,7 +265,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_backward(grad, *ctx.saved_tensors, ctx.of), None, None, None)
+        q_THd, k_TGd, v_TGv, chosen_THC, o, lse = ctx.saved_tensors
+        return (*_backward(grad, q_THd, k_TGd, v_TGv, chosen_THC, o, lse, ctx.of), None, None, None)
 
 
 def _forward(

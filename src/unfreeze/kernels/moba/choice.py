@@ -1,11 +1,11 @@
 """The choice of blocks in a Mixture of Block Attention (MoBA), and attention of a step of generation.
 
-A document is cut into blocks of B tokens from its start; token t lies in block b(t) = t // B. Head h of query t
-sees C blocks: its own, causally, and the C - 1 earlier ones with the highest score
+A document is cut into blocks of B tokens from its start; token t lies in block b(t) = t // B. Head h of query
+t sees C blocks: its own, causally, and the C - 1 earlier ones with the highest score
 
     score[t, h, j] = gate_q(q[t, h]) · gate_k(keys of block j, head g(h)),      j < b(t)
 
-A query with fewer earlier blocks sees them all. In MoBA both gates are the identity and the mean: q · mean(k).
+A query with fewer earlier blocks sees them all. In MoBA the gates are the identity and the mean: q · mean(k).
 The choice is per query head, also where heads share keys, and it has no gradient. C counts the own block, as
 topk does in the paper and in its reference. Means are rounded to the keys' dtype, scores are in float32.
 Source: MoBA, arXiv:2502.13189, 2.2; the authors' moba_naive.py.

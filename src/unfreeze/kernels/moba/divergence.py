@@ -4,13 +4,14 @@
     KL_t       = mean over h of Σ_{j < b(t)} p[j] · (log p[j] - log softmax_{j < b(t)}(score)[j])
 
 b(t) is the token's own block, which is always seen and so has no score. A token with fewer than two earlier
-blocks has no choice and KL 0. The mass is that of all earlier blocks, seen or not: a gate learns about blocks
-that it does not choose yet. This costs the products of full attention; one slab of queries lives at a time.
-Source: the distillation of SeerAttention, arXiv:2410.13276, 3.2, which follows a block's largest share instead
-of its sum.
+blocks has no choice and KL 0. The mass is that of all earlier blocks, seen or not: a gate learns about
+blocks that it does not choose yet. This costs the products of full attention; one slab of queries lives at a
+time.
+Source: the distillation of SeerAttention, arXiv:2410.13276, 3.2, which follows a block's largest share
+instead of its sum.
 
-T tokens, E complete blocks, H query heads, G key heads, r width of the gate; n queries of a slab, N keys before
-them in complete blocks, e blocks.
+T tokens, E complete blocks, H query heads, G key heads, r width of the gate; n queries of a slab, N keys
+before them in complete blocks, e blocks.
 """
 
 from __future__ import annotations

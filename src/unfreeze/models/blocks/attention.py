@@ -120,8 +120,7 @@ class Attending(Block):
         if self.blocks is not None:
             shape = shape._replace(blocks=(self.blocks.block, self.blocks.chosen))
         product = Bytes(linear=self.o_proj.out_features * dtype.itemsize)
-        attending = product + attention_bytes(shape, dtype, device)
-        return attending if self.blocks is None else attending + self.blocks.bytes(dtype, device)
+        return product + attention_bytes(shape, dtype, device)
 
 
 class Attention(Attending):

@@ -1,10 +1,12 @@
 """Mixture of Block Attention (MoBA): a query sees its own block of tokens and the best earlier ones.
 
-The arithmetic is kernels/moba, with the formula of the choice. A gate gives a vector of each query and one of
-each block, and a block's score is their product. Rows and documents of at most chosen · block tokens attend in
-full. The cache has one vector more per complete block, so a step of generation chooses as training does and
-reads the keys of the chosen blocks only.
-T tokens, E complete blocks, B tokens of a block, H query heads, G key heads, d width of a head, r of the gate.
+The arithmetic is kernels/moba, with the formula of the choice. A gate gives a vector of each query and one
+of each block, and a block's score is their product. Rows and documents of at most chosen · block tokens
+attend in full. The cache has one vector more per block, so a step of generation chooses as training does, and
+reads the keys and values of the chosen blocks only.
+
+T tokens, E complete blocks, B tokens of a block, H query heads, G key heads, d width of a head, r of the
+gate.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class MeanGate(nn.Module):
 
 
 class HeadMatrices(nn.Module):
-    """A matrix of each head: weight [heads, r, w]. Its parameters count is heads · r · w."""
+    """A matrix of each head: weight [heads, r, w]."""
 
     def __init__(self, heads: int, rank: int, width: int, *, dtype: torch.dtype, device: torch.device | str):
         super().__init__()
@@ -52,8 +54,8 @@ class LowRankGate(nn.Module):
     Mean, max and min are those of each channel of the block's keys. H r d + G r 3 d parameters. They are
     frozen; `train_indexers` (models/indexers.py) changes that. They follow the mass of full attention
     (kernels/moba/divergence.py), and no gradient goes through them into the rest of the model. At first
-    A_h = B_g = (d / r)^¼ times r orthonormal rows, with zeros for max and min: of all matrices of that rank
-    without knowledge of the keys, what is nearest to q · mean(k); with r = d the choice is that of MeanGate.
+    A_h = B_g = (d / r)^¼ times r orthonormal rows, with zeros for max and min: q · mean(k) seen through a
+    random projection. With r = d the choice is then that of MeanGate.
     Source: the pooled keys and the distillation are SeerAttention's, arXiv:2410.13276, 3.1 and 3.2.
     """
 
@@ -116,6 +118,11 @@ class MixtureOfBlocks(Block):
         """Tokens up to which nothing is chosen: all are seen."""
         return self.block * self.chosen
 
+    @property
+    def chosen_bytes(self) -> int:
+        """Of the choice of a token, int32 per query head and earlier block."""
+        return 4 * self.heads * (self.chosen - 1)
+
     def forward(self, q_THd: Tensor, k: Tensor, v: Tensor, run: Pass, scale: float) -> Tensor:
         """o [T, H, v]. k and v: those of the pass, cached ones included."""
         gate, narrower = self.indexer, run.longest > self.limit
@@ -135,10 +142,8 @@ class MixtureOfBlocks(Block):
         return run.attend_blocks(q_THd, k, v, scale, self.block, chosen)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Held: the choice, int32 per query head, and where the gate trains its queries and their gradient."""
-        trains = any(parameter.requires_grad for parameter in self.indexer.parameters())
-        of_gate = (self.heads * self.indexer.width) * dtype.itemsize if trains else 0
-        return Bytes(held=4 * self.heads * (self.chosen - 1) + of_gate, own=of_gate)
+        """None per token: the plan counts choice and workspace by the lengths of documents."""
+        return Bytes()
 
     def cached(self) -> int:
         """Numbers per position: a vector of each key head per block."""

@@ -186,7 +186,7 @@ class PackedPass:
         return compressed.attend(q_THd, k_Td, e_Ed, sinks_H, entries, scale, window, chosen_TK, reuse)
 
     def summarise(self, layer: int, size: int, k_TGd: Tensor, summary: Callable[[Tensor], Tensor]) -> Tensor:
-        """summary(keys [E, B, G, d]) -> [E, G, r] of the complete blocks of `size` tokens of all documents."""
+        """summary(keys [E, B, G, d]) -> [E, G, r] of all complete blocks of `size` tokens."""
         first_E = self.entries(size).first_E
         return summary(k_TGd[first_E[:, None] + torch.arange(size, device=first_E.device)])
 
@@ -195,13 +195,7 @@ class PackedPass:
         return moba.select(gated, self.entries(size), chosen)
 
     def attend_blocks(
-        self,
-        q_THd: Tensor,
-        k_TGd: Tensor,
-        v_TGv: Tensor,
-        scale: float,
-        size: int,
-        chosen_THC: Tensor,
+        self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float, size: int, chosen_THC: Tensor
     ) -> Tensor:
         """Attention of every token to its own block and the chosen ones of its document."""
         self._tap_attention(q_THd, k_TGd, v_TGv, scale, CAUSAL)

@@ -98,7 +98,13 @@ class SharedCache(Cache):
         slots_R, shared_R = self.table().to(rows_E.device).unbind(1)
         slots_E, before_E = slots_R[rows_E], shared_R[rows_E] // size
         inside_E = blocks_E < before_E
-        where = inside_E, slots_E[inside_E], blocks_E[inside_E], rows_E[~inside_E], (blocks_E - before_E)[~inside_E]
+        where = (
+            inside_E,
+            slots_E[inside_E],
+            blocks_E[inside_E],
+            rows_E[~inside_E],
+            (blocks_E - before_E)[~inside_E],
+        )
         _write(self.prompt_summaries[layer], self.summaries[layer], summary_E, *where)
 
     def read_summaries(self, layer: int, rows: int, blocks: int, size: int) -> Tensor:

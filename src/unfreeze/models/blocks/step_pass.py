@@ -153,8 +153,8 @@ class StepPass:
     def summarise(self, layer: int, size: int, k_SNGd: Tensor, summary: Callable[[Tensor], Tensor]) -> Tensor:
         """-> [S, N // size, G, r], of all complete blocks of the rows.
 
-        A row's present block is summarised again at each step, from `size` cached keys; nobody reads it before
-        its last token. So a step has no state but the cache, and no launch that depends on a position.
+        A row's present block is summarised again at each step, from `size` cached keys; nobody reads it
+        before its last token. So a step has no state but the cache, and no launch depends on a position.
         """
         blocks_S = self.positions_T // size
         place_SB = (blocks_S * size)[:, None] + torch.arange(size, device=blocks_S.device)
@@ -168,13 +168,7 @@ class StepPass:
         return moba.select_one(gated, self.positions_T // size, chosen)
 
     def attend_blocks(
-        self,
-        q_SHd: Tensor,
-        k_SNGd: Tensor,
-        v_SNGv: Tensor,
-        scale: float,
-        size: int,
-        chosen_SHC: Tensor,
+        self, q_SHd: Tensor, k_SNGd: Tensor, v_SNGv: Tensor, scale: float, size: int, chosen_SHC: Tensor
     ) -> Tensor:
         """As in PackedPass; keys and values of other blocks are not read."""
         return moba.attend_one(q_SHd, k_SNGd, v_SNGv, self.positions_T, scale, size, chosen_SHC)

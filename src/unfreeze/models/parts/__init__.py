@@ -94,7 +94,7 @@ PARTS: dict[str, Part] = {
     ),
     "moba": Part(
         ATTENTION,
-        "as full, but a token sees its own block and the chosen - 1 earlier ones with the highest q · mean(k)",
+        "as full, but a token sees its own block and the chosen - 1 earlier ones of highest q · mean(k)",
         "arXiv:2502.13189",
         f"{_BLOCKS}moba:moba",
         {

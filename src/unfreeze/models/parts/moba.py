@@ -11,7 +11,7 @@ NEEDS = "an attention with queries, keys and values, without softcap and sinks"
 
 
 def moba(own: Attending, at: At, *, block: int, chosen: int, gate: str, rank: int) -> Attending:
-    """The same attention to the best `chosen` blocks. It takes over every parameter; a learned gate adds two."""
+    """The same attention to `chosen` blocks. It takes over every parameter; a learned gate adds two."""
     if not isinstance(own, Attending) or own.softcap is not None or own.sinks is not None:
         refuse(own, "moba", NEEDS, at)
     bytes_of = own.bytes(at.make.dtype, "cpu").attention
