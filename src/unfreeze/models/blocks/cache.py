@@ -156,7 +156,7 @@ class Cache:
     def _copy_summaries(self, source: int, rows: int | list[int]) -> None:
         """All of them: one that is not complete is written again before it is read."""
         for store in self.summaries.values():
-            store[rows] = store[source]
+            store[rows] = store[source].clone()
 
     def require_room(self) -> None:
         """Raise UserError if a row has no position left."""
