@@ -18,6 +18,7 @@ INSIDE = {
     "full": [],
     "sliding": [{"at": "layers.*.self_attn", "part": "sliding_window", "window": 3}],
     "gated delta": [{"at": "layers.*.self_attn", "part": "gated_delta"}],
+    "moba": [{"at": "layers.*.self_attn", "part": "moba", "block": 4, "chosen": 1}],
     "sandwich": [{"at": "layers.*", "part": "sandwich_norm"}],
 }
 each_inside = pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
@@ -106,9 +107,10 @@ def test_a_prompt_shorter_than_a_group_leaves_nothing(prompt):
                 assert (got[1] - whole[1, 12 + place - prompt]).abs().max() <= 1e-4
 
 
+@each_inside
 @pytest.mark.parametrize("prompt", [1, 4, 6, 7])
-def test_answers_that_share_a_prompt_go_on_in_its_open_group(prompt):
-    model = made(3)
+def test_answers_that_share_a_prompt_go_on_in_its_open_group(prompt, inside):
+    model = made(3, inside)
     rows = cases.documents([20, 20, 20])
     rows = [rows[0][:prompt] + row[prompt:] for row in rows]
     cache = model.shared_cache((1, 8), (3, 20), routes=False)

@@ -212,6 +212,8 @@ def _windows(model: Decoder, of_layer: int) -> tuple[tuple[int | None, int], ...
         if not attending:
             continue
         window = None if isinstance(attending[0], MLA) else attending[0].mask.window
+        if isinstance(attending[0], Attending) and attending[0].blocks is not None:
+            window = attending[0].blocks.limit  # as many pairs, but for half a block
         by = layer.by if isinstance(layer, Shortened) else 1
         spanned = None if window is None else window * by
         by_window[spanned] = by_window.get(spanned, 0) + of_layer // by**2
