@@ -1,5 +1,10 @@
 """Shortened layers: against the formula in loops over documents, cached decoding at all remainders, the future."""
 
+import json
+import shlex
+import tomllib
+from pathlib import Path
+
 import assembled as cases
 import pytest
 import torch
@@ -278,6 +283,27 @@ def test_the_plan_counts_a_share_of_the_layer():
     assert model.pairs(100) == plain.pairs(100) * (2 + 2 / 4) / 4
     windowed = counts(made(2, INSIDE["sliding"]))
     assert dict(windowed.windows).keys() == {3, 6}
+
+
+STUDY = Path(__file__).resolve().parents[3] / "examples" / "lab" / "shorten.toml"
+
+
+def test_the_arms_of_the_study_cost_as_much_as_four_layers():
+    """But for `deep`, which has fewer steps. Within 3 %: attention of shortened layers costs less."""
+    costs = {}
+    for arm in tomllib.loads(STUDY.read_text(encoding="utf-8"))["arms"]:
+        words = shlex.split(arm["flags"])
+        flags = dict(zip(words[::2], words[1::2], strict=True))
+        sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "vocab_size": 1024}
+        parts = [json.loads(flags.get("--shape.parts", "null"))]
+        layers = int(flags["--shape.num-hidden-layers"])
+        fields = {**cases.SIZES, **sizes, "num_key_value_heads": 4, "num_hidden_layers": layers}
+        config = {**fields, "parts": [part for part in parts if part]}
+        counted = counts(models.build(models.shape(config), dtype=torch.float32))
+        costs[arm["name"]] = 2 * counted.active + counted.pairs(128)
+    assert costs["by2"] == pytest.approx(costs["shallow"], rel=0.03)
+    assert costs["by3"] == pytest.approx(costs["shallow"], rel=0.03)
+    assert costs["deep"] > 1.3 * costs["shallow"]  # control
 
 
 @pytest.mark.parametrize(
