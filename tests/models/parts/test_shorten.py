@@ -163,6 +163,18 @@ def test_control_rows_that_read_the_keys_of_the_first_ones_differ(monkeypatch):
     assert cases.cached_difference(made(3), PROMPTS, 30) > 1e-2
 
 
+@each_inside
+def test_a_step_of_fixed_width_is_the_packed_pass(inside):
+    model = made(3, inside)
+
+    def within(cache, new):
+        got = model.step_within(new, torch.tensor(cache.lengths), cache, 30)
+        cache.lengths = [length + 1 for length in cache.lengths]
+        return got
+
+    assert cases.cached_difference(model, PROMPTS, 30, within) <= 1e-4
+
+
 def test_a_recorded_step_runs_a_shortened_layer_as_in_training():
     model = made(3)
     rows = cases.documents([30, 30])
