@@ -13,6 +13,7 @@ from torch import Tensor
 from unfreeze.core.errors import ConfigError
 from unfreeze.models.blocks.attention import Attention, FusedAttention, ScaledValueAttention
 from unfreeze.models.blocks.mla import MLA, UnrotatedMLA
+from unfreeze.models.blocks.shortened import Shortened
 from unfreeze.models.decoder import Decoder
 
 Factors = Callable[[Tensor], dict[str, Tensor]]
@@ -25,10 +26,11 @@ def scalable(model: Decoder) -> dict[int, Factors]:
     A head with keys of its own: rows of q and k by sqrt(factor). Keys shared by several heads (GQA) stay, and
     rows of q take all of it. Latent attention: the parts without position by sqrt(factor), the rotary part of
     q by all of it, since all heads share its keys (Kimi K2, arXiv:2507.20534, 2.1).
-    Raises ConfigError, naming the layer, if q and k are normed, scores are capped, or keys are chosen.
+    Raises ConfigError, naming the layer, if q and k are normed, scores are capped, or keys are chosen; and if
+    it is shortened, since its largest scores have no row per token.
     """
     return {
-        number: _factors(number, layer.attention)
+        number: _factors(number, layer if isinstance(layer, Shortened) else layer.attention)
         for number, layer in enumerate(model.layers)
         if layer.bytes(torch.float32, "cpu").attention is not None
     }

@@ -5,6 +5,7 @@ R rows, K experts per token.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +25,11 @@ class Cache:
     of a step holds as long as it does not change.
     `routes`: the experts that each MoE layer chose, int16 [R, capacity, K] per layer; None if not asked for.
     `states`: what a layer keeps of all of a row's tokens together, [R, …] per name: it does not grow.
+    `stepping`: the rows that take part in a step; None: all that run.
+    `summaries`: what a layer keeps of each block of a row's positions, [R, blocks, …] (blocks/moba.py).
     """
+
+    stepping: list[int] | None = None
 
     def __init__(self, num_sequences: int, capacity: int, *, routes: bool = False):
         self.lengths = [0] * num_sequences
@@ -33,11 +38,13 @@ class Cache:
         self.layers: dict[int, tuple[Tensor, ...]] = {}
         self.routes: dict[int, Tensor] | None = {} if routes else None
         self.states: dict[str, Tensor] = {}
+        self.summaries: dict[int, Tensor] = {}
         self.version = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(store.nbytes for store in (*self._stores(), *self.states.values()))
+        every = *self._stores(), *self.states.values(), *self.summaries.values()
+        return sum(store.nbytes for store in every)
 
     @property
     def positions(self) -> int:
@@ -70,6 +77,43 @@ class Cache:
             self.states[name] = state.new_zeros(self.rows, *state.shape[1:])
         self.states[name][rows_S] = state
 
+    def state(self, name: str, rows: int) -> Tensor:
+        """The state of the `rows` rows of a step."""
+        return self.states[name][self._places(rows)]
+
+    def move_state(self, name: str, state_S: Tensor) -> None:
+        """Replace the state of the rows of a step."""
+        self.states[name][self._places(len(state_S))] = state_S
+
+    def _places(self, rows: int) -> slice | list[int]:
+        """The `rows` rows of a step."""
+        return slice(rows) if self.stepping is None else self.stepping
+
+    def shortened(self, by: int, stepping: list[int] | None = None) -> Cache:
+        """This cache for layers that have one position per `by` of a row's (passes.py: shorten).
+
+        It has the same stores and states; those of such a layer are allocated in its size.
+        """
+        view = copy.copy(self)
+        view.capacity, view.longest = -(-self.capacity // by), -(-self.longest // by)
+        view.lengths = [length // by for length in self.lengths]
+        view.stepping = stepping
+        return view
+
+    def write_summaries(
+        self, layer: int, rows_E: Tensor, blocks_E: Tensor, size: int, summary_E: Tensor
+    ) -> None:
+        """Store a summary of each of these blocks of `size` positions; allocated on first use."""
+        if layer not in self.summaries:
+            self.version += 1
+            blocks = -(-self.capacity // size)
+            self.summaries[layer] = summary_E.new_zeros(self.rows, blocks, *summary_E.shape[1:])
+        self.summaries[layer][rows_E, blocks_E] = summary_E
+
+    def read_summaries(self, layer: int, rows: int, blocks: int, size: int) -> Tensor:
+        """Return those of the first blocks of the `rows` rows of a step, [rows, blocks, …]."""
+        return self.summaries[layer][self._places(rows), :blocks]
+
     def route(self, row: int) -> Tensor:
         """Return the experts chosen at the filled positions of a row, int16 [positions, MoE layers, K].
 
@@ -86,8 +130,9 @@ class Cache:
         return value.new_zeros(self.rows, self.capacity, *value.shape[1:])
 
     def read(self, layer: int, rows: int, longest: int) -> tuple[Tensor, ...]:
-        """Return the first `longest` positions of the first rows, [rows, longest, …]."""
-        return tuple(store[:rows, :longest] for store in self.layers[layer])
+        """Return the first `longest` positions of the `rows` rows of a step, [rows, longest, …]."""
+        places = self._places(rows)
+        return tuple(store[places, :longest] for store in self.layers[layer])
 
     def own(self, row: int) -> int:
         """Return the number of positions that a row holds itself."""
@@ -122,6 +167,7 @@ class Cache:
         if others:
             for store in self._stores():
                 store[others, :length] = store[source, :length]
+            self._copy_summaries(source, others)
         for row in rows:
             self.lengths[row] = length
 
@@ -134,6 +180,11 @@ class Cache:
         others = [row for row in rows if row != source]
         for state in self.states.values() if others else ():
             state[others] = state[source].clone()
+
+    def _copy_summaries(self, source: int, rows: int | list[int]) -> None:
+        """All of them: one that is not complete is written again before it is read."""
+        for store in self.summaries.values():
+            store[rows] = store[source].clone()
 
     def require_room(self) -> None:
         """Raise UserError if a row has no position left."""
@@ -160,5 +211,6 @@ class Cache:
                     store[place, : self.own(row)] = store[row, : self.own(row)]
                 for state in self.states.values():
                     state[place] = state[row]
+                self._copy_summaries(row, place)
         self.lengths = [self.lengths[row] for row in order]
         return order

@@ -39,11 +39,16 @@ class Noise:
 
     draw: Draw
     tokens: int
-    rows: slice = field(default_factory=lambda: slice(None))
+    rows: slice | Tensor = field(default_factory=lambda: slice(None))
 
     def part(self, rows: slice) -> Noise:
         """Return the noise of these rows."""
         return Noise(self.draw, self.tokens, rows)
+
+    def at(self, places_E: Tensor) -> Noise:
+        """Return the noise of these of its tokens, int64 on the host."""
+        assert isinstance(self.rows, slice)
+        return Noise(self.draw, self.tokens, (self.rows.start or 0) + places_E)
 
     def __call__(self, layer: int, scores_TE: Tensor) -> Tensor:
         """log(q) / τ + g; -inf stays -inf (experts of groups that are left out)."""

@@ -11,16 +11,17 @@ T tokens, S sequences, N cached positions, H query heads, G key/value heads, K e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from unfreeze.core.batch import send
-from unfreeze.kernels import compressed
+from unfreeze.core.errors import ConfigError
+from unfreeze.kernels import compressed, moba, token_pool
 from unfreeze.kernels.attention import CAUSAL, DocumentLayout, Mask
 from unfreeze.kernels.attention.largest import largest_scores
 from unfreeze.kernels.packed_attention import packed_attention
@@ -52,6 +53,7 @@ class PackedPass:
     chosen     the keys that layers chose for their tokens and that later layers use too (blocks/sparse.py)
     tokens_T   the tokens themselves, by which some routers choose
     noise      perturbs the scores by which experts are chosen, in training; None: the best are chosen
+    shorter    number of tokens -> the pass of layers that see so many as one
     """
 
     cos_Tr: Tensor
@@ -67,6 +69,7 @@ class PackedPass:
     chosen: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     tokens_T: Tensor | None = None
     noise: Noise | None = None
+    shorter: dict[int, PackedPass] = field(default_factory=dict[int, "PackedPass"])
     latent: ClassVar[LatentForm] = "expanded"
     caches: ClassVar[bool] = False
     """True if `remember` stores what it gets."""
@@ -185,6 +188,79 @@ class PackedPass:
         entries, reuse = self.entries(rate), self.reuse_expensive
         return compressed.attend(q_THd, k_Td, e_Ed, sinks_H, entries, scale, window, chosen_TK, reuse)
 
+    def shorten(
+        self, name: str, x_TD: Tensor, by: int, layer: Callable[[Tensor, PackedPass], Tensor]
+    ) -> Tensor:
+        """x + carry(layer(p) - p), p = pool(x) the means of every `by` tokens (kernels/token_pool).
+
+        The layer gets a pass over the shortened documents; a group has the rotary position of its last token.
+        `name` is that of the state.
+        """
+        return x_TD + token_pool.carry(self._change(x_TD, by, layer), self.groups(by))
+
+    def _change(self, x_TD: Tensor, by: int, layer: Callable[[Tensor, PackedPass], Tensor]) -> Tensor:
+        """layer(p) - p, [E, D]."""
+        if self.taps is not None:
+            raise ConfigError(
+                f"this objective reads {', '.join(self.taps.names)} of a shortened layer, which has no row"
+                " per token",
+                next="choose another objective, or layers that are not shortened",
+            )
+        p_ED = token_pool.pool(x_TD, self.groups(by))
+        if by not in self.shorter:
+            self.shorter[by] = self._shortened(self.groups(by), by)
+        inner = self.shorter[by]
+        with inner.visiting(self.saved) if self.saved is not None else nullcontext():
+            return layer(p_ED, inner) - p_ED
+
+    def groups(self, by: int) -> token_pool.Groups:
+        """Groups of `by` tokens; built once for all layers."""
+        return self.layout.once(
+            ("groups", by),
+            lambda: token_pool.Groups.build(
+                self.layout.starts, self.layout.num_tokens, by, self.cos_Tr.device
+            ),
+        )
+
+    def _shortened(self, groups: token_pool.Groups, by: int) -> PackedPass:
+        """The pass over the groups of all documents; the same for all layers of this `by`."""
+        return PackedPass(*self._at_groups(groups), **self._of_groups(groups))
+
+    def _at_groups(self, groups: token_pool.Groups) -> tuple[Tensor, Tensor, DocumentLayout]:
+        """Rotary tables at the last token of each group, and the layout of the groups."""
+        layout = DocumentLayout.build(groups.starts, groups.count, self.cos_Tr.device)
+        return self.cos_Tr[groups.last_E], self.sin_Tr[groups.last_E], layout
+
+    def _of_groups(self, groups: token_pool.Groups) -> dict[str, Any]:
+        """The other fields of the pass over groups; given experts are those of its last token."""
+        last_E, known_E1 = groups.last_E, groups.complete_E[:, None]
+        return {
+            "named": {name: (cos[last_E], sin[last_E]) for name, (cos, sin) in self.named.items()},
+            "residency": self.residency,
+            "boundary": self.boundary,
+            "routes": {
+                layer: ids_TK[last_E].masked_fill(~known_E1, -1) for layer, ids_TK in self.routes.items()
+            },
+            "tokens_T": None if self.tokens_T is None else self.tokens_T[last_E],
+            "noise": None if self.noise is None else self.noise.at(groups.host_E),
+        }
+
+    def summarise(self, layer: int, size: int, k_TGd: Tensor, summary: Callable[[Tensor], Tensor]) -> Tensor:
+        """summary(keys [E, B, G, d]) -> [E, G, r] of all complete blocks of `size` tokens."""
+        first_E = self.entries(size).first_E
+        return summary(k_TGd[first_E[:, None] + torch.arange(size, device=first_E.device)])
+
+    def select_blocks(self, gated: moba.Gated, size: int, chosen: int) -> Tensor:
+        """The earlier blocks that each query sees (kernels/moba)."""
+        return moba.select(gated, self.entries(size), chosen)
+
+    def attend_blocks(
+        self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float, size: int, chosen_THC: Tensor
+    ) -> Tensor:
+        """Attention of every token to its own block and the chosen ones of its document."""
+        self._tap_attention(q_THd, k_TGd, v_TGv, scale, CAUSAL)
+        return moba.attend(q_THd, k_TGd, v_TGv, self.layout, scale, size, chosen_THC, self.reuse_expensive)
+
     def chose(self, layer: int, ids_TK: Tensor) -> None:
         """Notice the experts that an MoE layer chose; generation may want them."""
 
@@ -210,11 +286,7 @@ class PackedPass:
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Attention of every token to its own document; arguments as in packed_attention."""
-        if self.taps is not None:
-            self.taps.put("q", q_THd)
-            self.taps.put("k", k_TGd)
-            self.taps.put("v", v_TGv)
-            self._tap_logit(q_THd, k_TGd, scale, mask)
+        self._tap_attention(q_THd, k_TGd, v_TGv, scale, mask)
         return packed_attention(
             q_THd,
             k_TGd,
@@ -226,6 +298,13 @@ class PackedPass:
             sinks_H=sinks_H,
             reuse=self.reuse_expensive,
         )
+
+    def _tap_attention(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float, mask: Mask) -> None:
+        if self.taps is not None:
+            self.taps.put("q", q_THd)
+            self.taps.put("k", k_TGd)
+            self.taps.put("v", v_TGv)
+            self._tap_logit(q_THd, k_TGd, scale, mask)
 
     def _tap_logit(self, q_THd: Tensor, k_TGd: Tensor, scale: float, mask: Mask) -> None:
         """Tap the largest scores if requested. A recomputation puts nothing there: no gradient needs them."""
@@ -267,16 +346,42 @@ class PrefillPass(PackedPass):
         """The row of each document."""
         return self.rows_T[send(torch.tensor(self.layout.starts), self.rows_T.device)]
 
+    def leave(self, name: str, state_S: Tensor) -> None:
+        """Store a state behind the last token of each document."""
+        self.cache.write_state(name, self.rows_S, state_S)
+
+    def shorten(
+        self, name: str, x_TD: Tensor, by: int, layer: Callable[[Tensor, PackedPass], Tensor]
+    ) -> Tensor:
+        """It leaves the sum of the open group and the layer's last change, [S, 2, D], in float32 at least."""
+        change_ED, groups = self._change(x_TD, by, layer), self.groups(by)
+        open_SD = token_pool.open_sums(x_TD, groups)
+        last_SD = change_ED[groups.final_S].masked_fill(~groups.complete_S[:, None], 0)
+        self.leave(name, torch.stack((open_SD, last_SD.to(open_SD.dtype)), dim=1))
+        return x_TD + token_pool.carry(change_ED, groups)
+
+    def _shortened(self, groups: token_pool.Groups, by: int) -> PackedPass:
+        return ShortPrefill(
+            *self._at_groups(groups),
+            **self._of_groups(groups),
+            cache=self.cache.shortened(by),
+            rows_T=self.rows_T[groups.last_E],
+            positions_T=groups.index_E,
+            groups_E=groups,
+            whole=self.cache,
+            places_T=self.positions_T[groups.last_E],
+        )
+
     def convolve(
         self, name: str, x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None = None, *, silu: bool
     ) -> Tensor:
         tail_SKC = tail_of(x_TC, self.offsets_T, self.segments.last_S, weight_CK.shape[1])
-        self.cache.write_state(name, self.rows_S, tail_SKC)
+        self.leave(name, tail_SKC)
         return packed_conv(x_TC, weight_CK, bias_C, self.offsets_T, silu)
 
     def recur(self, name: str, inputs: Inputs, rule: Rule) -> Tensor:
         o_THv, state_SHkv = final_states(inputs, self.segments, rule)
-        self.cache.write_state(name, self.rows_S, state_SHkv)
+        self.leave(name, state_SHkv)
         return o_THv
 
     def pool(
@@ -285,7 +390,7 @@ class PrefillPass(PackedPass):
         both_T2C = torch.cat((x_TC, z_TC), dim=-1)
         covered = rate * (1 + overlap)
         tail_Sn2C = tail_of(both_T2C, self.offsets_T, self.segments.last_S, covered)
-        self.cache.write_state(name, self.rows_S, tail_Sn2C)
+        self.leave(name, tail_Sn2C)
         return super().pool(name, x_TC, z_TC, bias_mC, rate, overlap=overlap)
 
     def remember_entries(self, layer: int, rate: int, k_Td: Tensor, *entries: Tensor) -> tuple[Tensor, ...]:
@@ -297,8 +402,35 @@ class PrefillPass(PackedPass):
         self.cache.write(layer, self.rows_T, self.positions_T, (k_Td, *at_tokens))
         return k_Td, *entries
 
+    def summarise(self, layer: int, size: int, k_TGd: Tensor, summary: Callable[[Tensor], Tensor]) -> Tensor:
+        e_EGr, first_E = super().summarise(layer, size, k_TGd, summary), self.entries(size).first_E
+        blocks_E = self.positions_T[first_E] // size
+        self.cache.write_summaries(layer, self.rows_T[first_E], blocks_E, size, e_EGr)
+        return e_EGr
+
     def chose(self, layer: int, ids_TK: Tensor) -> None:
         self.cache.write_route(layer, self.rows_T, self.positions_T, ids_TK)
+
+
+@dataclass
+class ShortPrefill(PrefillPass):
+    """Prefill of a layer that has one position per several tokens, in a cache of that size.
+
+    A document shorter than a group leaves nothing: its states are 0, its keys are overwritten by the first.
+    whole     the cache with a position per token; places_T: there, that of each group's last token
+    """
+
+    groups_E: token_pool.Groups = field(kw_only=True)
+    whole: Cache = field(kw_only=True)
+    places_T: Tensor = field(kw_only=True)
+
+    def leave(self, name: str, state_S: Tensor) -> None:
+        complete_S = self.groups_E.complete_S.view(-1, *[1] * (state_S.dim() - 1))
+        super().leave(name, state_S.masked_fill(~complete_S, 0))
+
+    def chose(self, layer: int, ids_TK: Tensor) -> None:
+        complete_E = self.groups_E.complete_E
+        self.whole.write_route(layer, self.rows_T[complete_E], self.places_T[complete_E], ids_TK[complete_E])
 
 
 Pass = PackedPass | StepPass

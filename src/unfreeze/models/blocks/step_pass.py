@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unfreeze.kernels import compressed
+from unfreeze.kernels import compressed, moba
 from unfreeze.kernels.attention import CAUSAL, Mask
 from unfreeze.kernels.recurrence import Inputs, Rule, recurrence_step
 from unfreeze.kernels.short_conv import conv_step
@@ -41,6 +41,7 @@ class StepPass:
     named: Mapping[str, Tables] = field(default_factory=dict)
     chosen: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     tokens_T: Tensor | None = None
+    shorter: dict[int, ShortStep] = field(default_factory=dict[int, "ShortStep"])
 
     def reuse(self, compute: Callable[[], Value]) -> Value:
         return compute()
@@ -84,28 +85,62 @@ class StepPass:
         self, name: str, x_SC: Tensor, weight_CK: Tensor, bias_C: Tensor | None = None, *, silu: bool
     ) -> Tensor:
         """One token behind each row's window, which moves on."""
-        window_SKC = self.cache.states[name][: len(x_SC)]
+        window_SKC = self.cache.state(name, len(x_SC))
         y_SC, moved_SKC = conv_step(x_SC, window_SKC, weight_CK, bias_C, silu)
-        window_SKC.copy_(moved_SKC)
+        self.cache.move_state(name, moved_SKC)
         return y_SC
 
     def recur(self, name: str, inputs: Inputs, rule: Rule) -> Tensor:
         """One token behind each row's state, which moves on."""
-        state_SHkv = self.cache.states[name][: len(inputs.q)]
+        state_SHkv = self.cache.state(name, len(inputs.q))
         o_SHv, moved_SHkv = recurrence_step(inputs, state_SHkv, rule)
-        state_SHkv.copy_(moved_SHkv)
+        self.cache.move_state(name, moved_SHkv)
         return o_SHv
+
+    def shorten(
+        self, name: str, x_SD: Tensor, by: int, layer: Callable[[Tensor, ShortStep], Tensor]
+    ) -> Tensor:
+        """As in PackedPass. The layer runs for the rows whose new token completes a group, if there are any.
+
+        A row's state is the sum of its open group and the layer's last change, [S, 2, D].
+        """
+        state_S2D = self.cache.state(name, len(x_SD))
+        open_SD, change_SD = state_S2D.unbind(1)
+        open_SD += x_SD
+        rows = [row for row, length in enumerate(self.cache.lengths) if (length + 1) % by == 0]
+        if rows:
+            p_sD = (open_SD[rows] / by).to(x_SD.dtype)
+            change_SD[rows] = (layer(p_sD, self._shortened(by, rows)) - p_sD).to(change_SD.dtype)
+            open_SD[rows] = 0
+        return x_SD + change_SD.to(x_SD.dtype)
+
+    def _shortened(self, by: int, rows: list[int]) -> ShortStep:
+        """The step of these rows in a shortened layer; the same for all such layers."""
+        if by not in self.shorter:
+            every = len(rows) == len(self.cache.lengths)
+            self.shorter[by] = ShortStep(
+                self.cos_Tr[rows],
+                self.sin_Tr[rows],
+                self.cache.shortened(by, None if every else rows),
+                self.rows_T[rows],
+                self.positions_T[rows] // by,
+                {name: (cos[rows], sin[rows]) for name, (cos, sin) in self.named.items()},
+                tokens_T=None if self.tokens_T is None else self.tokens_T[rows],
+                whole=self.cache,
+                places_T=self.positions_T[rows],
+            )
+        return self.shorter[by]
 
     def pool(
         self, name: str, x_SC: Tensor, z_SC: Tensor, bias_mC: Tensor, rate: int, *, overlap: bool
     ) -> Tensor:
         """The entry [S, d] of each row's last tokens, which move on; it counts if they complete a window."""
-        before_Sn2C = self.cache.states[name][: len(x_SC)]
+        before_Sn2C = self.cache.state(name, len(x_SC))
         both_Sn2C = torch.cat((before_Sn2C, torch.cat((x_SC, z_SC), dim=-1)[:, None]), dim=1)
         x_SnC, z_SnC = both_Sn2C.chunk(2, dim=-1)
         first_S = self.positions_T < rate
         e_Sd = compressed.pool_step(x_SnC, z_SnC, bias_mC, first_S, rate=rate, overlap=overlap)
-        before_Sn2C.copy_(both_Sn2C[:, 1:])
+        self.cache.move_state(name, both_Sn2C[:, 1:])
         return e_Sd
 
     def tables_of_entries(self, name: str, rate: int) -> Tables:
@@ -149,6 +184,29 @@ class StepPass:
             complete_SE &= chosen_SE
         seen_SN = torch.cat((self.allowed(Mask(window))[:, 0, 0], complete_SE), dim=1)
         return compressed.attend_one(q_SHd, torch.cat((k_SNd, e_SEd), dim=1), seen_SN, sinks_H, scale)
+
+    def summarise(self, layer: int, size: int, k_SNGd: Tensor, summary: Callable[[Tensor], Tensor]) -> Tensor:
+        """-> [S, N // size, G, r], of all complete blocks of the rows.
+
+        A row's present block is summarised again at each step, from `size` cached keys; nobody reads it
+        before its last token. So a step has no state but the cache, and no launch depends on a position.
+        """
+        blocks_S = self.positions_T // size
+        place_SB = (blocks_S * size)[:, None] + torch.arange(size, device=blocks_S.device)
+        rows_S1 = torch.arange(len(blocks_S), device=blocks_S.device)[:, None]
+        k_SBGd = k_SNGd[rows_S1, place_SB.clamp(max=k_SNGd.shape[1] - 1)]
+        self.cache.write_summaries(layer, self.rows_T, blocks_S, size, summary(k_SBGd))
+        return self.cache.read_summaries(layer, len(blocks_S), self.longest // size, size)
+
+    def select_blocks(self, gated: moba.Gated, size: int, chosen: int) -> Tensor:
+        """As in PackedPass."""
+        return moba.select_one(gated, self.positions_T // size, chosen)
+
+    def attend_blocks(
+        self, q_SHd: Tensor, k_SNGd: Tensor, v_SNGv: Tensor, scale: float, size: int, chosen_SHC: Tensor
+    ) -> Tensor:
+        """As in PackedPass; keys and values of other blocks are not read."""
+        return moba.attend_one(q_SHd, k_SNGd, v_SNGv, self.positions_T, scale, size, chosen_SHC)
 
     def route(self, layer: int) -> Tensor | None:
         """A step chooses itself."""
@@ -235,3 +293,17 @@ class StepWithin(StepPass):
         self.longest = self.width
         self.mask_S11N = self.allowed(CAUSAL)
         self.masks = {}
+
+
+@dataclass
+class ShortStep(StepPass):
+    """A step of a layer that has one position per several tokens. Its rotary tables are those of the tokens.
+
+    whole     the cache with a position per token; places_T: there, those of the new tokens
+    """
+
+    whole: Cache = field(kw_only=True)
+    places_T: Tensor = field(kw_only=True)
+
+    def chose(self, layer: int, ids_SK: Tensor) -> None:
+        self.whole.write_route(layer, self.rows_T, self.places_T, ids_SK)

@@ -94,11 +94,45 @@ PARTS: dict[str, Part] = {
         f"{_BLOCKS}attention:sliding_window",
         {"window": Option(128, "tokens that a token sees, itself included", least=1)},
     ),
+    "moba": Part(
+        ATTENTION,
+        "as full, but a token sees its own block and the chosen - 1 earlier ones of highest q · mean(k)",
+        "arXiv:2502.13189",
+        f"{_BLOCKS}moba:moba",
+        {
+            "block": Option(64, "tokens of a block", least=1),
+            "chosen": Option(3, "blocks that a query head sees, its own included", least=1),
+            "gate": Option(
+                "mean",
+                "score of a block: q · mean(k), or (A q) · B [mean, max, min](k) with learned A and B"
+                " (arXiv:2410.13276; training.indexer trains them)",
+                choices=("mean", "low_rank"),
+            ),
+            "rank": Option(16, "rows of A and B, for gate low_rank", least=1),
+        },
+    ),
     "qk_norm": Part(
         ATTENTION,
         "as the attention that is there, with q and k normed per head before they turn",
         "arXiv:2302.05442",
         f"{_BLOCKS}attention:qk_norm",
+    ),
+    "gated_delta": Part(
+        ATTENTION,
+        "S ← a S, S ← S + β k (v - Sᵀ k)ᵀ, o = Sᵀ q per head, |k| = 1; o_proj(norm(o) · silu(g_proj x))",
+        "arXiv:2412.06464",
+        f"{_BLOCKS}gated_delta:gated_delta",
+        {
+            "conv": Option(4, "taps of the short convolutions of q, k and v, with SiLU; 0: none", least=0),
+            "gate": Option(True, "the output gate g_proj"),
+        },
+    ),
+    "shorten": Part(
+        LAYER,
+        "y_t = x_t + (layer(p) - p)_e, p the means of every `by` tokens, e the last group complete at t",
+        "arXiv:2110.13711, arXiv:2006.03236",
+        f"{_BLOCKS}shorten:shorten",
+        {"by": Option(2, "tokens that the layer reads as one", least=1)},
     ),
     "pre_norm": Part(
         LAYER, "x + f(norm(x)), f attention and then the MLP", "arXiv:2002.04745", f"{_BLOCKS}norms:pre_norm"

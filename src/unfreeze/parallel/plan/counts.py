@@ -13,10 +13,12 @@ from unfreeze.core.torch_types import named_modules
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.attention import Attending
 from unfreeze.models.blocks.compressed import CompressedAttention, EntryIndexer
+from unfreeze.models.blocks.delta_attention import DeltaAttention
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.mla import MLA
 from unfreeze.models.blocks.norm import RMSNorm
+from unfreeze.models.blocks.shortened import Shortened
 from unfreeze.models.targets import group_of
 from unfreeze.parallel.placement.residency import come_whole
 
@@ -56,7 +58,9 @@ class Counts:
     ends_bytes                  part of rest: embeddings and head, which belong to no layer
     come_whole                  True if a layer's experts cannot be loaded in groups
     packed                      True if experts are packed, so that they are expanded at each use
-    dense       weights of a token's matrix products in layers, without routed experts and routers
+    dense       weights of a token's matrix products in layers, without routed experts and routers; of a
+                shortened layer, which sees a row per `by` tokens, a token's share; of DeltaAttention also
+                what its states are multiplied with
     router      weights of routers
     attention   2 · H · (query + value width), summed over layers: FLOP per pair of tokens, scores and
                 sums
@@ -145,6 +149,7 @@ def counts(model: Decoder) -> Counts:
     base = _bytes(model)
     widths = 2 * shape.head_dim if shape.mla is None else shape.mla.nope + shape.mla.rope + shape.mla.value
     windows = _windows(model, 2 * shape.num_heads * widths)
+    shares = {id(module): layer.by for layer in _shortened(model) for module in layer.modules()}
     passes, mixtures = shape.moe.passes if shape.moe else 1, model.moe_layers().values()
     again = len(mixtures) // max(1, len({id(moe.gate) for moe in mixtures}))  # passes that share a gate
     return Counts(
@@ -162,9 +167,9 @@ def counts(model: Decoder) -> Counts:
         ends_bytes=base - sum(whole),
         packed=any(m.gate_up_proj.codec is not None for m in model.modules() if isinstance(m, Experts)),
         dense=sum(
-            m.in_features * m.out_features * (passes if ".shared_experts." in name else 1)
+            _products(m) * (passes if ".shared_experts." in name else 1) // shares.get(id(m), 1)
             for name, m in named_modules(model)
-            if isinstance(m, Linear) and name != "lm_head"
+            if name != "lm_head"
         ),
         router=sum(p.numel() for name, p in model.named_parameters() if group_of(name) == "router") * again,
         come_whole=come_whole(model.layers),
@@ -178,13 +183,27 @@ def counts(model: Decoder) -> Counts:
     )
 
 
+def _products(module: nn.Module) -> int:
+    """Weights of a linear layer; of DeltaAttention its three products with a state: Sᵀ k, k uᵀ, Sᵀ q."""
+    if isinstance(module, DeltaAttention):
+        return 3 * module.heads * module.head_dim**2
+    return module.in_features * module.out_features if isinstance(module, Linear) else 0
+
+
+def _shortened(model: Decoder) -> list[Shortened]:
+    return [layer for layer in model.layers if isinstance(layer, Shortened)]
+
+
 def stays_frozen(model: Decoder) -> bool:
     """True if weights stay frozen where every weight trains: DeepSeek-V4's indexers, which cannot train."""
     return any(isinstance(module, EntryIndexer) for module in model.modules())
 
 
 def _windows(model: Decoder, of_layer: int) -> tuple[tuple[int | None, int], ...]:
-    """Return (window, FLOP per pair of the layers with it). of_layer: of one layer with attention."""
+    """Return (window, FLOP per pair of the layers with it). of_layer: of one layer with attention.
+
+    A shortened layer has a row per `by` tokens, each with as many fewer to see: 1 / by² of the pairs.
+    """
     by_window: dict[int | None, int] = {}
     for layer in model.layers:
         attending = [
@@ -193,7 +212,11 @@ def _windows(model: Decoder, of_layer: int) -> tuple[tuple[int | None, int], ...
         if not attending:
             continue
         window = None if isinstance(attending[0], MLA) else attending[0].mask.window
-        by_window[window] = by_window.get(window, 0) + of_layer
+        if isinstance(attending[0], Attending) and attending[0].blocks is not None:
+            window = attending[0].blocks.limit  # as many pairs, but for half a block
+        by = layer.by if isinstance(layer, Shortened) else 1
+        spanned = None if window is None else window * by
+        by_window[spanned] = by_window.get(spanned, 0) + of_layer // by**2
     return tuple(by_window.items())
 
 
