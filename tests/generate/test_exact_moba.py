@@ -11,6 +11,7 @@ from exact import (
     Walk,
     apart,
     assert_exact,
+    each_cpu_maker,
     each_maker,
     greedy_tokens,
     rows_of,
@@ -80,7 +81,7 @@ def test_a_fork_of_any_length_continues_as_the_packed_pass(gate, kept):
         assert_exact([walk], uncached(model, [walk]))
 
 
-@each_maker
+@each_cpu_maker
 @each_gate
 @pytest.mark.parametrize("prompt", [13, 16, 23])
 def test_answers_that_share_a_prompt_choose_over_its_blocks(prompt, gate, steps):

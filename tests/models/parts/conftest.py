@@ -1,6 +1,7 @@
-"""Files of cases beside the tests can be imported by name."""
+"""Files of cases here and in tests/models can be imported by name."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
