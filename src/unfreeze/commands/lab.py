@@ -8,13 +8,12 @@ the one that was interrupted resumes. lab.html has curves, the table, and the an
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import resource
 import shlex
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,8 +83,8 @@ def main(arguments: list[str], common: Common, launch: Launch = launch) -> dict[
 class Study:
     """A study under way: its ledger and the costs of its arms.
 
-    record  {"runs": name -> note, …}; a note has arm, seed, rate, key, command, finished, seconds, cpu_seconds,
-            value, rows, curve, flops
+    record  {"runs": name -> note, …}; a note has arm, seed, rate, key, command, finished, seconds,
+            cpu_seconds, value, rows, curve, flops
     costs   arm -> Cost; empty for scripts
     steps   arm -> steps of the runs, and of the runs that try rates
     """
@@ -282,7 +281,8 @@ class Study:
             elif note and note["key"] != run.key():
                 raise ConfigError(
                     f"arm {run.arm.name!r}: {run.name} was made by other words or files",
-                    next=f"undo the change (see {self.out / RECORD}), remove {self.out / run.arm.name}, or --out ANOTHER",
+                    next=f"undo the change (see {self.out / RECORD}), remove {self.out / run.arm.name},"
+                    " or --out ANOTHER",
                 )
 
     def answer(self) -> Answer:
@@ -324,9 +324,8 @@ class Study:
         for row in rows if not self.common.json else ():
             value = ABSENT if row["value"] is None else f"{row['value']:.4g}"
             state = "finished" if row["finished"] else "begun"
-            print(
-                f"{row['name']:<24} {state:<9} {value:>9} {format_seconds(row['seconds']):>12}  {row['command']}"
-            )
+            time_taken = format_seconds(row["seconds"])
+            print(f"{row['name']:<24} {state:<9} {value:>9} {time_taken:>12}  {row['command']}")
         return {"runs": rows, "ledger": str(self.out / RECORD)}
 
     def _flops(self, run: Run) -> float | None:
@@ -343,7 +342,7 @@ class Study:
         return sorted(own, key=lambda note: note["tuning"] != run.tuning)
 
     def _seconds(self, runs: Sequence[Run]) -> float | None:
-        """Seconds of the runs that are left: by finished runs, else by FLOPs and the rate of a matrix product."""
+        """Seconds of the runs that are left: by finished ones, else by FLOPs and a matrix product's rate."""
         total = 0.0
         for run in runs:
             if self.notes.get(run.name, {}).get("finished"):
@@ -376,10 +375,10 @@ def _matrix_rate() -> float:
         import torch
 
         a, b = torch.ones(2048, 256), torch.ones(256, 512)
-        a @ b
+        torch.mm(a, b)
         began = time.perf_counter()
         for _ in range(20):
-            a @ b
+            torch.mm(a, b)
         _RATE.append(20 * 2 * 2048 * 256 * 512 / (time.perf_counter() - began))
     return _RATE[0]
 

@@ -13,6 +13,7 @@ more chances to err.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ def ranking(arms: Sequence[str], gaps: Mapping[str, Difference | None], better: 
             return []
         ends.append((gap.low, gap.high, arm))
     ends.sort()
-    if any(one[1] >= next_one[0] for one, next_one in zip(ends, ends[1:], strict=False)):
+    if any(one[1] >= next_one[0] for one, next_one in itertools.pairwise(ends)):
         return []
     names = [name for _, _, name in ends]
     return names if better == "lower" else names[::-1]

@@ -161,7 +161,8 @@ def _cautions(
     edges = {min(lab.learning_rates, default=0.0), max(lab.learning_rates, default=0.0)}
     if at_edge := [name for name, rate in rates.items() if rate in edges]:
         words.append(
-            f"The best rate of {', '.join(at_edge)} is the first or last one tried: a better one may lie beyond."
+            f"The best rate of {', '.join(at_edge)} is the lowest or highest one tried: a better one may lie"
+            " beyond."
         )
     if len(gaps) > 1:
         words.append(

@@ -120,7 +120,7 @@ def _check(lab: Lab) -> None:
     """Refuse arms that cannot be compared, before the first run."""
     if bool(lab.run) == bool(lab.python):
         raise ConfigError("a study needs either run or python", next='run = "pretrain base.toml"')
-    words = {}
+    words: dict[str, list[str]] = {}
     for number, arm in enumerate(lab.arms):
         if arm.name in words:
             raise ConfigError(f"two arms are called {arm.name!r}", next="rename one of them")

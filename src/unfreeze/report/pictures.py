@@ -181,7 +181,7 @@ def bands(
     alt: str,
     size: tuple[int, int],
 ) -> str:
-    """Draw lines with a band around each as SVG. A line is xs, ys, lower and upper end of the band at each x."""
+    """Draw lines with a band around each as SVG. A line is xs, ys, and the band's ends at each x."""
     plot = Plot()
     for i, (xs, _, low, high) in enumerate(lines):
         plot.area(
