@@ -310,11 +310,14 @@ class Study:
             rows.append({"name": run.name, "done": done, "flops": flops, "command": command})
             if not self.common.json:
                 words = format_flops(flops) if flops else "FLOPs unknown"
-                print(f"{run.name}{' (done)' if done else ''}: {words}\n  {command}")
+                print(f"{run.name:<32} {words}{', done' if done else ''}")
+        for arm in self.lab.arms if not self.common.json else ():
+            last = [row["command"] for row, run in zip(rows, runs, strict=True) if run.arm is arm][-1]
+            print(f"\n{arm.name}\n  {last}")
         seconds = self._seconds(runs)
         if not self.common.json:
             left = sum(not row["done"] for row in rows)
-            print(f"{left} of {len(rows)} runs are left, {_minutes(seconds)}")
+            print(f"\n{left} of {len(rows)} runs are left, {_minutes(seconds)}")
         return {"runs": rows, "seconds": seconds, "finished": False}
 
     def listed(self) -> dict[str, Any]:
