@@ -8,14 +8,9 @@ life.html has every stage's score, and stages that begin at the same model side 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import shlex
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +19,7 @@ from tyro.conf import Positional, arg
 
 from unfreeze.commands.life_scores import difference, measured
 from unfreeze.commands.life_stages import SCORED, check_stages, keys_of, with_out
+from unfreeze.commands.staged import STOP, Launch, Stopped, by_script, has_files, keep, launch, told
 from unfreeze.config.life import Life, Score, Stage, filled, read_life
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
@@ -36,11 +32,6 @@ from unfreeze.untrusted.json_object import read_object
 RECORD, PAGE = "life.json", "life.html"
 WHOLE = ("tokenizer", "data", "upcycle", "merge")
 """Commands whose folder appears when it is complete, as a script's does. They refuse one that is there."""
-STOP = "stop"
-"""Key of a result: the stage is done, but Ctrl-C came meanwhile."""
-
-Launch = Callable[[Sequence[str], bool], tuple[int, dict[str, Any]]]
-"""(words of a command, quiet) -> exit code, result."""
 
 
 class Config(Frozen):
@@ -49,37 +40,6 @@ class Config(Frozen):
     )
     out: Folder = Field(default="", description="folder for everything; default: the file's")
     dry_run: bool = Field(default=False, description="print the commands, run nothing")
-
-
-class Stopped(KeyboardInterrupt):
-    """A stage was interrupted, and is saved."""
-
-
-def launch(words: Sequence[str], quiet: bool) -> tuple[int, dict[str, Any]]:
-    """Run a command of unfreeze, or a script, in a process of its own.
-
-    Ctrl-C reaches the child too, which saves while this waits. A second Ctrl-C kills it.
-    """
-    own = words[0] != "python"
-    command = [sys.executable, *(["-m", "unfreeze", *words, "--json"] if own else words[1:])]
-    child = subprocess.Popen(
-        [*command, *(["--quiet"] if quiet and own else [])], stdout=subprocess.PIPE, text=True
-    )
-    interrupted = False
-    while True:
-        try:
-            printed, _ = child.communicate()
-            break
-        except KeyboardInterrupt:
-            if interrupted:
-                child.kill()
-                raise
-            interrupted = True
-    if interrupted and child.returncode:
-        raise Stopped
-    lines = printed.strip().splitlines()
-    result = json.loads(lines[-1]) if own and lines and not child.returncode else {}
-    return child.returncode, {**result, STOP: True} if interrupted else result
 
 
 def main(arguments: list[str], common: Common, launch: Launch = launch) -> dict[str, Any]:
@@ -114,11 +74,6 @@ def main(arguments: list[str], common: Common, launch: Launch = launch) -> dict[
     return {"stages": stages, "out": str(out), "page": str(out / PAGE), "finished": True}
 
 
-def told(common: Common, line: str) -> None:
-    if not common.quiet:
-        print(line, file=sys.stderr, flush=True)
-
-
 def opened(out: Path, life: Life, keys: Mapping[str, str]) -> dict[str, Any]:
     """Read life.json. Raises ConfigError if a stage that has begun was made by other words or files."""
     if not (out / RECORD).is_file():
@@ -138,10 +93,6 @@ def opened(out: Path, life: Life, keys: Mapping[str, str]) -> dict[str, Any]:
                 next=f"undo the change (see {out / RECORD}), remove {out / stage.name}, or --out ANOTHER",
             )
     return record
-
-
-def has_files(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
 
 
 def result_of(folder: Path) -> Path:
@@ -165,22 +116,17 @@ def run_stage(
     if again and (stage.python or words[0] in WHOLE) and has_files(folder):
         note |= {"finished": True, "code": 0}  # killed between its end and this note
         return
-    keep(Path(life.out), record)
+    keep(Path(life.out) / RECORD, record)
     began = time.monotonic()
     try:
         if stage.python:
             note["command"] = shlex.join(["python", *words])
-            part = folder.with_name(folder.name + ".part")
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            code, result = launch(["python", *words, str(part)], common.quiet)
-            if not code:
-                os.replace(part, folder)
+            code, result = by_script(["python", *words], folder, launch, common.quiet)
         else:
             code, result = launch(with_out(words, folder), common.quiet)
     finally:
         note["seconds"] += time.monotonic() - began
-        keep(Path(life.out), record)
+        keep(Path(life.out) / RECORD, record)
     if code:
         raise ConfigError(
             f"stage {stage.name!r} failed (exit code {code}); its message is above",
@@ -189,7 +135,7 @@ def run_stage(
     if result.get("finished") is False:
         raise Stopped
     note |= {"finished": True, "code": code}
-    keep(Path(life.out), record)
+    keep(Path(life.out) / RECORD, record)
     if result.get(STOP):
         raise Stopped
 
@@ -206,9 +152,9 @@ def score_stage(life: Life, stage: Stage, record: dict[str, Any], common: Common
             filled_in = with_paths(score, life)
             one = measured(results(life)[stage.name], filled_in, common)
             scores[score.name] = {"key": score_key(filled_in), **one}
-            keep(out, record)
+            keep(out / RECORD, record)
             told(common, f"{stage.name}: {score.name} {words_of(one)}")
-    keep(out, record)
+    keep(out / RECORD, record)
 
 
 def with_paths(score: Score, life: Life) -> Score:
@@ -221,11 +167,11 @@ def with_paths(score: Score, life: Life) -> Score:
 
 def score_key(score: Score) -> str:
     """Hash of a score's fields and of the content of its files."""
-    digest = hashlib.blake2b(score.model_dump_json().encode(), digest_size=16)
+    hashed = hashlib.blake2b(score.model_dump_json().encode(), digest_size=16)
     for name in (score.text, score.data, score.reward.partition(":")[0]):
         if name and Path(name).is_file():
-            digest.update(Path(name).read_bytes())
-    return digest.hexdigest()
+            hashed.update(Path(name).read_bytes())
+    return hashed.hexdigest()
 
 
 def forget_other_scores(life: Life, record: dict[str, Any]) -> None:
@@ -245,13 +191,6 @@ def shown(note: Mapping[str, Any]) -> dict[str, Any]:
     """A stage's note without the rows of its scores."""
     scores = {name: {k: one[k] for k in ("value", "low", "high")} for name, one in note["scores"].items()}
     return {"seconds": note["seconds"], "command": note["command"], "scores": scores}
-
-
-def keep(out: Path, record: Mapping[str, Any]) -> None:
-    """Write life.json atomically."""
-    temporary = out / f"{RECORD}.part"
-    temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    os.replace(temporary, out / RECORD)
 
 
 def planned(life: Life, record: Mapping[str, Any], common: Common) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -13,6 +12,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
+from unfreeze.commands.staged import digest
 from unfreeze.config.life import USED, Life, Stage, filled
 from unfreeze.config.parse import check_flags, parse, read_toml
 from unfreeze.config.recipes import CONFIGS
@@ -118,12 +118,8 @@ def keys_of(life: Life) -> dict[str, str]:
     """Hash of each stage's command, of the files that it reads, and of the stages that it reads."""
     keys: dict[str, str] = {}
     for stage in life.stages:
-        digest = hashlib.blake2b(digest_size=16)
-        for part in (stage.run, stage.python, *(keys[name] for name in stage.uses)):
-            digest.update(part.encode() + b"\0")
-        for file in files_of(stage.words):
-            digest.update(file.read_bytes())
-        keys[stage.name] = digest.hexdigest()
+        texts = (stage.run, stage.python, *(keys[name] for name in stage.uses))
+        keys[stage.name] = digest(texts, [str(file) for file in files_of(stage.words)])
     return keys
 
 
