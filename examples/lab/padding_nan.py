@@ -18,8 +18,8 @@ there every row of its weight's gradient.
     attended          as both, with attention by a padding mask that is added to all scores. In the other
                       arms padding is cut out of attention, as packed kernels do
 
-The value is the share of the head's gradient that is NaN; bad_parameters that of tensors with a gradient
-that is not finite. With eps_1e-6 the head is cured, but the norm's own backward is not: it has (1 / sqrt(eps))³ =
+The value is the share of NaN in the head's gradient; bad_parameters is that of tensors whose gradient is
+not finite. With eps_1e-6 the head is cured, but the norm's own backward is not: it has (1 / sqrt(eps))³ =
 1e9, and the largest number of float16 is 65,504. An eps of 6.2e-4 or more would be needed there.
 """
 
