@@ -10,7 +10,7 @@ layers learns to predict the features. e(x) is the embedding of a word, p = e(fo
 
     none       the loss of the sentences alone
     squared    + |p - e(word)|² / |e(word)|², of combinations that are not held out
-    contrast   + cross entropy of choosing the word by the cosine with p, among all words / 0.1
+    contrast   + cross entropy of choosing the word by the cosine with p / 0.1, among all words not held out
     shuffled   as contrast, with the words of other combinations: a loss of the same kind, and wrong
 
 A quarter of the combinations is held out of the auxiliary loss; their sentences are seen. Of these:
@@ -40,7 +40,7 @@ KINDS, FORMS, FEATURES, SAID = 12, 8, 4, 6
 WORDS = KINDS * FORMS
 FIRST_KIND, FIRST_FORM, FIRST_FEATURE = WORDS, WORDS + KINDS, WORDS + KINDS + FORMS
 VOCABULARY = FIRST_FEATURE + FEATURES * (KINDS + FORMS)
-STEPS, RATE, SENTENCES, WEIGHT, WARMTH = 500, 3e-3, 64, 0.3, 0.1
+STEPS, RATE, SENTENCES, WEIGHT, WARMTH = 200, 3e-3, 64, 0.3, 0.1
 CHANCE = 1 / (WORDS - 3)
 
 
@@ -83,8 +83,11 @@ def auxiliary(arm: str, rows: Tensor, taught_N: Tensor, shuffled_N: Tensor) -> T
     if arm == "squared":
         own = words[taught_N]
         return ((p - own).square().sum(1) / own.square().sum(1)).mean()
-    targets = shuffled_N if arm == "shuffled" else taught_N
-    return F.cross_entropy(F.normalize(p, dim=1) @ F.normalize(words, dim=1).T / WARMTH, targets)
+    # words that are held out are no rivals either: to be pushed away is to be seen
+    rivals = words[shuffled_N if arm == "shuffled" else taught_N]
+    return F.cross_entropy(
+        F.normalize(p, dim=1) @ F.normalize(rivals, dim=1).T / WARMTH, torch.arange(len(rivals))
+    )
 
 
 def objective(arm: str, seed: int) -> Callable[[Decoder, Batch], Tensor]:

@@ -118,7 +118,7 @@ def grid(model: Decoder, seed: int, count: int = ASKED) -> dict[str, float]:
 
 
 def by_position(model: Decoder, seed: int) -> dict[str, float]:
-    """Nats per letter of texts without pairs, by quarters of 1,024 positions; the best is about ln 4 = 1.386."""
+    """Nats per letter of texts without pairs, by quarters of 1,024 positions; the best is about ln 4."""
     text = letters(8, LENGTHS[-1], torch.Generator().manual_seed(seed))
     losses = each_loss(model, packed(list(text))).view(8, -1)[:, :-1]
     quarters = zip((0, *LENGTHS), LENGTHS, strict=False)
