@@ -5,8 +5,9 @@
 
 A language of 12 kinds × 8 forms: a word for each of the 96 combinations, and one for each kind and form. A
 sentence is a subject, a word or the phrase "form kind", and six features, each drawn from the features of its
-kind or of its form. So a word means what its phrase means, and only the sentences say so. A model of two
-layers learns to predict the features. e(x) is the embedding of a word, p = e(form) + e(kind).
+kind, of its form, or of the combination: no word is quite the sum of its parts. A word means what its phrase
+means, and only the sentences say so. A model of two layers learns to predict the features. e(x) is the
+embedding of a word, p = e(form) + e(kind).
 
     none       the loss of the sentences alone
     squared    + |p - e(word)|² / |e(word)|², of combinations that are not held out
@@ -36,10 +37,11 @@ from unfreeze.core.batch import Batch
 from unfreeze.models.decoder import Decoder
 
 ARMS = ("none", "squared", "contrast", "shuffled")
-KINDS, FORMS, FEATURES, SAID = 12, 8, 4, 6
+KINDS, FORMS, FEATURES, OWN, SAID = 12, 8, 4, 2, 6
 WORDS = KINDS * FORMS
 FIRST_KIND, FIRST_FORM, FIRST_FEATURE = WORDS, WORDS + KINDS, WORDS + KINDS + FORMS
-VOCABULARY = FIRST_FEATURE + FEATURES * (KINDS + FORMS)
+FIRST_OWN = FIRST_FEATURE + FEATURES * (KINDS + FORMS)
+VOCABULARY = FIRST_OWN + OWN * WORDS
 STEPS, RATE, SENTENCES, WEIGHT, WARMTH = 200, 3e-3, 64, 0.3, 0.1
 CHANCE = 1 / (WORDS - 3)
 
@@ -61,6 +63,8 @@ def sentences(seed: int) -> Iterator[Batch]:
         kinds_S, forms_S, phrase_S = below(KINDS, SENTENCES), below(FORMS, SENTENCES), below(2, SENTENCES)
         owners_SN = torch.where(below(2, SENTENCES, SAID) == 0, kinds_S[:, None], KINDS + forms_S[:, None])
         features_SN = FIRST_FEATURE + FEATURES * owners_SN + below(FEATURES, SENTENCES, SAID)
+        own_SN = FIRST_OWN + OWN * (kinds_S * FORMS + forms_S)[:, None] + below(OWN, SENTENCES, SAID)
+        features_SN = torch.where(below(3, SENTENCES, SAID) == 0, own_SN, features_SN)
         documents: list[Tensor] = []
         taught: list[Tensor] = []
         for kind, form, phrase, features in zip(kinds_S, forms_S, phrase_S, features_SN, strict=True):

@@ -3,8 +3,9 @@
     python examples/lab/smoother_rope.py --arm yarn --seed 0 --out runs/rope
     unfreeze lab examples/lab/smoother_rope.toml
 
-A text is letters of a Markov chain, and between them pairs of a key and a value: in a text a key always has
-the same value. A model of two layers learns texts of 256 tokens; each later occurrence of a key is a question.
+A text is letters of a Markov chain, and between them pairs of a key and a value; in a text a key always has
+the same value. A model of two layers learns texts of 256 tokens, where each later occurrence of a key is a
+question.
 Asked: a pair at a depth of 0 to 1 of a text, three others to distract, the key again at the end. Chance is
 1 / 16.
 
@@ -43,7 +44,7 @@ LENGTHS, DEPTHS = (256, 512, 768, 1024), (0.0, 0.25, 0.5, 0.75, 1.0)
 LETTERS, KEYS, VALUES = 32, 16, 16
 FIRST_VALUE = LETTERS + KEYS
 VOCABULARY = FIRST_VALUE + VALUES
-BOUND, PAIRS = 6, 24  # different keys of a text of 256 tokens, and its pairs
+BOUND, PAIRS = 6, (8, 100)  # different keys of a text of 256 tokens, and its pairs: few to many
 STEPS, TUNING, RATE, TOKENS = 600, 40, 3e-3, 4096
 LETTER_WEIGHT = 0.1  # beside 1 for the value of a key that was seen before
 ASKED = 32  # texts per cell of the grid
@@ -70,11 +71,12 @@ def letters(count: int, length: int, drawn: torch.Generator) -> Tensor:
 def lessons(seed: int, length: int) -> Iterator[Batch]:
     """Endless batches of TOKENS tokens: letters weigh little, the values of keys seen before 1."""
     drawn = torch.Generator().manual_seed(seed)
-    count, pairs = TOKENS // length, PAIRS * length // TRAINED
+    count = TOKENS // length
     while True:
         text = letters(count, length, drawn)
         weights = torch.full((count, length), LETTER_WEIGHT)
         for row in range(count):
+            pairs = int(torch.randint(*PAIRS, (1,), generator=drawn)) * length // TRAINED
             keys = torch.randperm(KEYS, generator=drawn)[:BOUND]
             values = torch.randint(VALUES, (BOUND,), generator=drawn)
             places = torch.randperm(length // 2 - 1, generator=drawn)[:pairs].sort().values * 2

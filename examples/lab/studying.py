@@ -2,6 +2,7 @@
 
 A script is called as python NAME.py --arm ARM --seed S --out FOLDER, by `unfreeze lab NAME.toml` or by hand,
 and writes FOLDER/result.json. It computes on one thread, so that the same seed gives the same numbers.
+    python examples/lab/studying.py build/lab/kept_logits     # intervals of all numbers of a study's runs
 
 T tokens of a batch, D model width.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -178,3 +181,37 @@ def write(
         result |= {"flops": training_flops(model, tokens), "active": count_parameters(model).active}
     write_file(out / "result.json", json.dumps(result, indent=1) + "\n")
     print(f"value {value:.4g}  " + "  ".join(f"{name} {number:.4g}" for name, number in more.items()))
+
+
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Quantiles of Student's t for a two-sided interval of 95 %, by degrees of freedom."""
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """(mean, half the width of its 95 % interval) of two to ten values."""
+    return statistics.mean(values), T_95[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
+
+
+def differences(folder: Path) -> Iterator[str]:
+    """A line for every number and arm of FOLDER/ARM/SEED/result.json, with intervals over the seeds.
+
+    The second is that of the paired difference from the arm that ran first.
+    """
+    files = sorted(folder.glob("*/*/result.json"), key=lambda file: file.stat().st_mtime)
+    read = {(file.parts[-3], file.parts[-2]): json.loads(file.read_text()) for file in files}
+    arms = list(dict.fromkeys(arm for arm, _ in read))
+    of = {key: {"value": each["value"], **each["more"]} for key, each in read.items()}
+    seeds = [seed for seed in dict.fromkeys(s for _, s in read) if all((arm, seed) in of for arm in arms)]
+    for name in dict.fromkeys(name for each in of.values() for name in each):
+        for arm in arms:
+            pairs = [(of[arm, s].get(name), of[arms[0], s].get(name)) for s in seeds]
+            if len(pairs) < 2 or any(a is None or b is None for a, b in pairs):
+                continue
+            mean, half = interval([a for a, _ in pairs])
+            apart, of_apart = interval([a - b for a, b in pairs])
+            line = f"{name:16} {arm:16} {mean:9.4g} ± {half:.2g}"
+            yield line + (f"   {apart:+.4g} ± {of_apart:.2g} from {arms[0]}" if arm != arms[0] else "")
+
+
+if __name__ == "__main__":
+    print("\n".join(differences(Path(sys.argv[1]))))
