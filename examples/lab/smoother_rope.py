@@ -3,11 +3,10 @@
     python examples/lab/smoother_rope.py --arm yarn --seed 0 --out runs/rope
     unfreeze lab examples/lab/smoother_rope.toml
 
-A text is letters of a Markov chain, and between them pairs of a key and a value; in a text a key always has
-the same value. A model of two layers learns texts of 256 tokens, where each later occurrence of a key is a
-question.
-Asked: a pair at a depth of 0 to 1 of a text, three others to distract, the key again at the end. Chance is
-1 / 16.
+A text is letters of a Markov chain, and between them needles, each a token of a colour and a value. Later
+comes the question for a colour, and its value. A model of two layers learns texts of 256 tokens with few to
+many questions. Asked: a needle at a depth of 0 to 1 of a text, three of other colours to distract, and the
+question at the end. Chance is 1 / 16.
 
     none     the frequencies as trained
     linear   all divided by 4 (position interpolation)
@@ -41,12 +40,13 @@ from unfreeze.models.longer import config_for
 ARMS = ("none", "linear", "ntk", "yarn")
 FACTOR, TRAINED = 4, 256
 LENGTHS, DEPTHS = (256, 512, 768, 1024), (0.0, 0.25, 0.5, 0.75, 1.0)
-LETTERS, KEYS, VALUES = 32, 16, 16
-FIRST_VALUE = LETTERS + KEYS
-VOCABULARY = FIRST_VALUE + VALUES
-BOUND, PAIRS = 6, (8, 100)  # different keys of a text of 256 tokens, and its pairs: few to many
+LETTERS, COLOURS, VALUES = 32, 8, 16
+FIRST_VALUE = LETTERS + COLOURS
+FIRST_NEEDLE = FIRST_VALUE + VALUES
+VOCABULARY = FIRST_NEEDLE + COLOURS * VALUES
+BOUND, PAIRS = 6, (8, 100)  # colours of a text, and needles and questions of 256 tokens: few to many
 STEPS, TUNING, RATE, TOKENS = 600, 40, 3e-3, 4096
-LETTER_WEIGHT = 0.1  # beside 1 for the value of a key that was seen before
+LETTER_WEIGHT = 0.1  # beside 1 for an answer
 ASKED = 32  # texts per cell of the grid
 BASES = Path("build/lab/smoother_rope")
 
@@ -77,30 +77,32 @@ def lessons(seed: int, length: int) -> Iterator[Batch]:
         weights = torch.full((count, length), LETTER_WEIGHT)
         for row in range(count):
             pairs = int(torch.randint(*PAIRS, (1,), generator=drawn)) * length // TRAINED
-            keys = torch.randperm(KEYS, generator=drawn)[:BOUND]
+            colours = torch.randperm(COLOURS, generator=drawn)[:BOUND]
             values = torch.randint(VALUES, (BOUND,), generator=drawn)
             places = torch.randperm(length // 2 - 1, generator=drawn)[:pairs].sort().values * 2
-            which = torch.randint(BOUND, (pairs,), generator=drawn)
-            text[row, places], text[row, places + 1] = LETTERS + keys[which], FIRST_VALUE + values[which]
-            seen_before = (which[:, None] == which[None]).tril(-1).any(1)
-            weights[row, places] = seen_before.float()
+            which = torch.randint(BOUND, (len(places),), generator=drawn)
+            asked = (which[:, None] == which[None]).tril(-1).any(1)  # a colour's first place is its needle
+            needles = FIRST_NEEDLE + VALUES * colours[which] + values[which]
+            text[row, places] = torch.where(asked, LETTERS + colours[which], needles)
+            text[row, places[asked] + 1] = FIRST_VALUE + values[which][asked]
+            weights[row, places[asked]] = 1
         yield packed(list(text), list(weights))
 
 
 def questions(length: int, depth: float, seed: int, count: int) -> tuple[Tensor, Tensor]:
-    """(texts that end with a key [count, length], its values [count])."""
+    """(texts that end with a question [count, length], its values [count])."""
     drawn = torch.Generator().manual_seed(seed)
     text = letters(count, length, drawn)
     answers = torch.randint(VALUES, (count,), generator=drawn)
-    at = round(depth * (length - 4)) // 2 * 2
+    at = round(depth * (length - 4))
     for row in range(count):
-        keys = torch.randperm(KEYS, generator=drawn)[:4]
-        places = torch.randperm(length // 2 - 1, generator=drawn)[:4] * 2
+        colours = torch.randperm(COLOURS, generator=drawn)[:4]
+        places = torch.randperm(length - 1, generator=drawn)[:4]
         others = places[places != at][:3]
-        text[row, others] = LETTERS + keys[1:]
-        text[row, others + 1] = FIRST_VALUE + torch.randint(VALUES, (3,), generator=drawn)
-        text[row, at], text[row, at + 1] = LETTERS + keys[0], FIRST_VALUE + answers[row]
-        text[row, -1] = LETTERS + keys[0]
+        values = torch.randint(VALUES, (3,), generator=drawn)
+        text[row, others] = FIRST_NEEDLE + VALUES * colours[1:] + values
+        text[row, at] = FIRST_NEEDLE + VALUES * colours[0] + answers[row]
+        text[row, -1] = LETTERS + colours[0]
     return text, answers
 
 
@@ -120,7 +122,7 @@ def grid(model: Decoder, seed: int, count: int = ASKED) -> dict[str, float]:
 
 
 def by_position(model: Decoder, seed: int) -> dict[str, float]:
-    """Nats per letter of texts without pairs, by quarters of 1,024 positions; the best is about ln 4."""
+    """Nats per letter of texts without needles, by quarters of 1,024 positions; the best is about ln 4."""
     text = letters(8, LENGTHS[-1], torch.Generator().manual_seed(seed))
     losses = each_loss(model, packed(list(text))).view(8, -1)[:, :-1]
     quarters = zip((0, *LENGTHS), LENGTHS, strict=False)

@@ -94,7 +94,7 @@ def test_weight_decay_moves_a_row_without_a_gradient(lab):
         model = lab.studying.fresh(0, 257, 128)
         before = model.model.embed_tokens.weight[256].detach().clone()
         lab.studying.fit(model, iter([batch] * 4), 4, 1e-2, decay=decay)
-        norms.append(float(model.model.embed_tokens.weight[256].norm() / before.norm()))
+        norms.append(float(model.model.embed_tokens.weight[256].detach().norm() / before.norm()))
     assert norms[0] == 1 and 0.99 < norms[1] < 1
 
 
@@ -152,27 +152,33 @@ def test_the_peak_of_memory_is_that_of_an_allocation_of_known_size(lab):
 # smoother_rope
 
 
-def test_a_key_has_one_value_and_its_first_occurrence_is_no_question(lab):
+def test_a_question_is_for_a_needle_before_it_and_alone_weighs_1(lab):
     rope = lab.smoother_rope
     batch = next(rope.lessons(0, rope.TRAINED))
     for text, weights in zip(batch.tokens_T.view(-1, 256), batch.weights_T.view(-1, 256), strict=True):
-        bound = {}
-        for at in ((text >= rope.LETTERS) & (text < rope.FIRST_VALUE)).nonzero().flatten().tolist():
-            key, value = int(text[at]), int(text[at + 1])
-            assert value >= rope.FIRST_VALUE and bound.get(key, value) == value
-            assert at == 255 or float(weights[at]) == float(key in bound)
-            bound[key] = value
-        assert 1 < len(bound) <= rope.BOUND
+        needles = {}
+        for at, token in enumerate(text.tolist()):
+            if token >= rope.FIRST_NEEDLE:
+                colour, value = divmod(token - rope.FIRST_NEEDLE, rope.VALUES)
+                assert colour not in needles
+                needles[colour] = value
+            elif rope.LETTERS <= token < rope.FIRST_VALUE:
+                assert int(text[at + 1]) == rope.FIRST_VALUE + needles[token - rope.LETTERS]
+                assert float(weights[at]) == 1
+                continue
+            assert float(weights[at]) < 1
+        assert 1 < len(needles) <= rope.BOUND
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
-def test_a_question_has_its_answer_once_at_its_depth(lab, depth):
+def test_a_question_has_its_needle_once_at_its_depth(lab, depth):
     rope = lab.smoother_rope
     text, answers = rope.questions(512, depth, 3, 6)
     for row, answer in zip(text, answers, strict=True):
-        places = (row == row[-1]).nonzero().flatten()
-        assert len(places) == 2 and int(row[places[0] + 1]) == rope.FIRST_VALUE + int(answer)
-        assert abs(int(places[0]) / 512 - depth) < 0.02
+        first = rope.FIRST_NEEDLE + rope.VALUES * (int(row[-1]) - rope.LETTERS)
+        places = ((row >= first) & (row < first + rope.VALUES)).nonzero().flatten()
+        assert len(places) == 1 and int(row[places[0]]) == first + int(answer)
+        assert abs(int(places[0]) / 512 - depth) < 0.02 and int((row >= rope.FIRST_NEEDLE).sum()) == 4
 
 
 def test_arms_have_the_frequencies_of_their_names_and_begin_with_the_same_weights(lab, tmp_path, monkeypatch):
