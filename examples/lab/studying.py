@@ -37,9 +37,9 @@ from unfreeze.train.schedule import Schedule
 BYTES = 256
 
 
-def arguments(about: str, arms: Sequence[str]) -> argparse.Namespace:
+def arguments(about: str | None, arms: Sequence[str]) -> argparse.Namespace:
     """--arm, --seed, --out and --steps of a script; the folder is made."""
-    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     parser.add_argument("--arm", choices=arms, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="folder for result.json")
@@ -110,7 +110,7 @@ def attend_eagerly(model: Decoder, rows: int, seen_SL: Tensor | None = None) -> 
     """
 
     def mix(own: Attention, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, run: PackedPass) -> Tensor:
-        q_THd, k_TGd = (rotary(x, *run.tables(own.rope), own.pairs) for x in (q_THd, k_TGd))
+        q_THd, k_TGd = (rotary(x, *run.tables(own.rope or ""), own.pairs) for x in (q_THd, k_TGd))
         q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q_THd, k_TGd, v_TGv))
         length, least = q.shape[2], torch.finfo(q.dtype).min
         hidden = ~torch.ones(length, length, dtype=torch.bool).tril()
@@ -204,8 +204,10 @@ def differences(folder: Path) -> Iterator[str]:
     seeds = [seed for seed in dict.fromkeys(s for _, s in read) if all((arm, seed) in of for arm in arms)]
     for name in dict.fromkeys(name for each in of.values() for name in each):
         for arm in arms:
-            pairs = [(of[arm, s].get(name), of[arms[0], s].get(name)) for s in seeds]
-            if len(pairs) < 2 or any(a is None or b is None for a, b in pairs):
+            pairs = [
+                (of[arm, s][name], of[arms[0], s][name]) for s in seeds if all(name in of[a, s] for a in arms)
+            ]
+            if len(pairs) < 2:
                 continue
             mean, half = interval([a for a, _ in pairs])
             apart, of_apart = interval([a - b for a, b in pairs])
