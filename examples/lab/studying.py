@@ -2,6 +2,7 @@
 
 A script is called as python NAME.py --arm ARM --seed S --out FOLDER, by `unfreeze lab NAME.toml` or by hand,
 and writes FOLDER/result.json. It computes on one thread, so that the same seed gives the same numbers.
+    python examples/lab/studying.py build/lab/kept_logits     # intervals of all numbers of a study's runs
 
 T tokens of a batch, D model width.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,9 +37,9 @@ from unfreeze.train.schedule import Schedule
 BYTES = 256
 
 
-def arguments(about: str, arms: Sequence[str]) -> argparse.Namespace:
+def arguments(about: str | None, arms: Sequence[str]) -> argparse.Namespace:
     """--arm, --seed, --out and --steps of a script; the folder is made."""
-    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     parser.add_argument("--arm", choices=arms, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="folder for result.json")
@@ -107,7 +110,7 @@ def attend_eagerly(model: Decoder, rows: int, seen_SL: Tensor | None = None) -> 
     """
 
     def mix(own: Attention, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, run: PackedPass) -> Tensor:
-        q_THd, k_TGd = (rotary(x, *run.tables(own.rope), own.pairs) for x in (q_THd, k_TGd))
+        q_THd, k_TGd = (rotary(x, *run.tables(own.rope or ""), own.pairs) for x in (q_THd, k_TGd))
         q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q_THd, k_TGd, v_TGv))
         length, least = q.shape[2], torch.finfo(q.dtype).min
         hidden = ~torch.ones(length, length, dtype=torch.bool).tril()
@@ -178,3 +181,39 @@ def write(
         result |= {"flops": training_flops(model, tokens), "active": count_parameters(model).active}
     write_file(out / "result.json", json.dumps(result, indent=1) + "\n")
     print(f"value {value:.4g}  " + "  ".join(f"{name} {number:.4g}" for name, number in more.items()))
+
+
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Quantiles of Student's t for a two-sided interval of 95 %, by degrees of freedom."""
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """(mean, half the width of its 95 % interval) of two to ten values."""
+    return statistics.mean(values), T_95[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
+
+
+def differences(folder: Path) -> Iterator[str]:
+    """A line for every number and arm of FOLDER/ARM/SEED/result.json, with intervals over the seeds.
+
+    The second is that of the paired difference from the arm that ran first.
+    """
+    files = sorted(folder.glob("*/*/result.json"), key=lambda file: file.stat().st_mtime)
+    read = {(file.parts[-3], file.parts[-2]): json.loads(file.read_text()) for file in files}
+    arms = list(dict.fromkeys(arm for arm, _ in read))
+    of = {key: {"value": each["value"], **each["more"]} for key, each in read.items()}
+    seeds = [seed for seed in dict.fromkeys(s for _, s in read) if all((arm, seed) in of for arm in arms)]
+    for name in dict.fromkeys(name for each in of.values() for name in each):
+        for arm in arms:
+            pairs = [
+                (of[arm, s][name], of[arms[0], s][name]) for s in seeds if all(name in of[a, s] for a in arms)
+            ]
+            if len(pairs) < 2:
+                continue
+            mean, half = interval([a for a, _ in pairs])
+            apart, of_apart = interval([a - b for a, b in pairs])
+            line = f"{name:16} {arm:16} {mean:9.4g} ± {half:.2g}"
+            yield line + (f"   {apart:+.4g} ± {of_apart:.2g} from {arms[0]}" if arm != arms[0] else "")
+
+
+if __name__ == "__main__":
+    print("\n".join(differences(Path(sys.argv[1]))))
