@@ -1,0 +1,154 @@
+"""What the scripts of this folder share: texts, a small model, packed batches, a step, and result.json.
+
+A script is called as python NAME.py --arm ARM --seed S --out FOLDER, by `unfreeze lab NAME.toml` or by hand,
+and writes FOLDER/result.json. It computes on one thread, so that the same seed gives the same numbers.
+
+T tokens of a batch, D model width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from torch import Tensor
+
+from unfreeze.core.batch import Batch
+from unfreeze.core.files import write_file
+from unfreeze.models.decoder import Decoder
+from unfreeze.models.factory import from_config
+from unfreeze.models.from_shape import config_of, count_parameters
+from unfreeze.models.init import initialize
+from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.train.optim import AdamW
+from unfreeze.train.schedule import Schedule
+
+BYTES = 256
+
+
+def arguments(about: str, arms: Sequence[str]) -> argparse.Namespace:
+    """--arm, --seed, --out and --steps of a script; the folder is made."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--arm", choices=arms, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="folder for result.json")
+    parser.add_argument("--steps", type=int, help="fewer steps, to try the script")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    return options
+
+
+def texts() -> tuple[Tensor, Tensor]:
+    """Bytes to train on and held-out bytes: Python's documentation of the language, every fifth topic held out."""
+    whole = [topics[name].encode() for name in sorted(topics)]
+    parts = [text for i, text in enumerate(whole) if i % 5], whole[::5]
+    train, held_out = (torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in parts)
+    return train.long(), held_out.long()
+
+
+def fresh(
+    seed: int, vocabulary: int = BYTES, positions: int = 512, width: int = 64, layers: int = 2, **more: object
+) -> Decoder:
+    """A llama of random weights in float32. more: further fields of config.json."""
+    sizes = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 16,
+        "intermediate_size": 4 * width,
+    }
+    model = from_config(
+        config_of("llama", sizes, more, vocabulary=vocabulary, positions=positions), torch.float32, "cpu"
+    )
+    initialize(model, seed)
+    return model
+
+
+def packed(documents: Sequence[Tensor], taught: Sequence[Tensor] | None = None) -> Batch:
+    """Documents end to end. taught: for each, whether its position t learns token t + 1; None: all do.
+
+    The last position of a document has no next token, and is never taught.
+    """
+    lengths = torch.tensor([len(document) for document in documents])
+    starts_S = lengths.cumsum(0) - lengths
+    tokens_T = torch.cat(list(documents))
+    weights_T = torch.ones(len(tokens_T)) if taught is None else torch.cat(list(taught)).float()
+    weights_T[starts_S + lengths - 1] = 0
+    positions_T = torch.cat([torch.arange(n) for n in lengths.tolist()])
+    return Batch(tokens_T, tokens_T.roll(-1), weights_T, positions_T, starts_S)
+
+
+def mean_loss(model: Decoder, batch: Batch) -> Tensor:
+    """Nats per taught token."""
+    loss = cross_entropy(model.hidden(batch), model.lm_head, batch)
+    return loss.sum / batch.weights_T.sum()
+
+
+@torch.no_grad()
+def each_loss(model: Decoder, batch: Batch) -> Tensor:
+    """Nats of every position's next token, taught or not, [T]."""
+    log_p_TV = model.logits(model.hidden(batch)).log_softmax(-1)
+    return -log_p_TV.gather(1, batch.targets_T[:, None]).squeeze(1)
+
+
+def gradient(model: Decoder, batch: Batch, loss: Callable[[Decoder, Batch], Tensor] = mean_loss) -> Tensor:
+    """The gradient of all parameters as one vector in float64."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    parts = torch.autograd.grad(loss(model, batch), parameters, allow_unused=True)
+    each = zip(parts, parameters, strict=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten().double() for g, p in each])
+
+
+def fit(
+    model: Decoder,
+    batches: Iterator[Batch],
+    steps: int,
+    rate: float,
+    loss: Callable[[Decoder, Batch], Tensor] = mean_loss,
+    decay: float = 0.0,
+) -> list[list[float]]:
+    """Train with AdamW, a warm-up of a twentieth and a cosine. -> [[step, loss], …], 40 points at most."""
+    optimizer = AdamW(model, weight_decay=decay)
+    schedule = Schedule(rate, steps, "cosine", warmup_steps=max(1, steps // 20))
+    curve: list[list[float]] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        of_step = loss(model, next(batches))
+        of_step.backward()
+        optimizer.collect()
+        optimizer.update(schedule.learning_rate(step), 1.0)
+        if step % max(1, steps // 40) == 0:
+            curve.append([step + 1, float(of_step.detach())])
+    return curve
+
+
+def training_flops(model: Decoder, tokens: int) -> int:
+    """6 · parameters without embeddings, and the head, per token; attention's own products are left out."""
+    inner = count_parameters(model).without_embeddings + model.shape.vocab_size * model.shape.hidden_size
+    return 6 * inner * tokens
+
+
+def write(
+    out: Path,
+    value: float,
+    more: dict[str, float],
+    *,
+    model: Decoder | None = None,
+    tokens: int = 0,
+    curve: Sequence[Sequence[float]] = (),
+    rows: Sequence[float] = (),
+) -> None:
+    """Write result.json as `unfreeze lab` reads it, and print it."""
+    result: dict[str, object] = {"value": value, "more": more}
+    if rows:
+        result["rows"] = list(rows)
+    if curve:
+        result["curve"] = list(curve)
+    if model is not None:
+        result |= {"flops": training_flops(model, tokens), "active": count_parameters(model).active}
+    write_file(out / "result.json", json.dumps(result, indent=1) + "\n")
+    print(f"value {value:.4g}  " + "  ".join(f"{name} {number:.4g}" for name, number in more.items()))
