@@ -51,6 +51,7 @@ LOOK = {
     "generate": Command(
         "unfreeze.commands.generate", "generate MODEL_OR_RUN", "continue a text, answer a question"
     ),
+    "lab": Command("unfreeze.commands.lab", "lab study.toml", "arms × seeds, an answer with intervals"),
     "report": Command("unfreeze.commands.report", "report RUN", "HTML report and summary of a run"),
     "compare": Command("unfreeze.commands.compare", "compare RUN RUN …", "several runs side by side"),
     "reward": Command(

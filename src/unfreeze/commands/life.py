@@ -8,14 +8,9 @@ life.html has every stage's score, and stages that begin at the same model side 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import shlex
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +18,7 @@ from pydantic import Field
 from tyro.conf import Positional, arg
 
 from unfreeze.commands.life_scores import difference, measured
+from unfreeze.commands.staged import STOP, Launch, Stopped, by_script, digest, has_files, keep, launch, told
 from unfreeze.config.life import Life, Score, Stage, filled, read_life
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
@@ -38,11 +34,6 @@ SCORED = ("pretrain", "sft", "distill", "prefer", "grpo", "upcycle", "merge")
 COMMANDS = ("tokenizer", "data", *SCORED)
 WHOLE = ("tokenizer", "data", "upcycle", "merge")
 """Commands whose folder appears when it is complete, as a script's does. They refuse one that is there."""
-STOP = "stop"
-"""Key of a result: the stage is done, but Ctrl-C came meanwhile."""
-
-Launch = Callable[[Sequence[str], bool], tuple[int, dict[str, Any]]]
-"""(words of a command, quiet) -> exit code, result."""
 
 
 class Config(Frozen):
@@ -51,37 +42,6 @@ class Config(Frozen):
     )
     out: Folder = Field(default="", description="folder for everything; default: the file's")
     dry_run: bool = Field(default=False, description="print the commands, run nothing")
-
-
-class Stopped(KeyboardInterrupt):
-    """A stage was interrupted, and is saved."""
-
-
-def launch(words: Sequence[str], quiet: bool) -> tuple[int, dict[str, Any]]:
-    """Run a command of unfreeze, or a script, in a process of its own.
-
-    Ctrl-C reaches the child too, which saves while this waits. A second Ctrl-C kills it.
-    """
-    own = words[0] != "python"
-    command = [sys.executable, *(["-m", "unfreeze", *words, "--json"] if own else words[1:])]
-    child = subprocess.Popen(
-        [*command, *(["--quiet"] if quiet and own else [])], stdout=subprocess.PIPE, text=True
-    )
-    interrupted = False
-    while True:
-        try:
-            printed, _ = child.communicate()
-            break
-        except KeyboardInterrupt:
-            if interrupted:
-                child.kill()
-                raise
-            interrupted = True
-    if interrupted and child.returncode:
-        raise Stopped
-    lines = printed.strip().splitlines()
-    result = json.loads(lines[-1]) if own and lines and not child.returncode else {}
-    return child.returncode, {**result, STOP: True} if interrupted else result
 
 
 def main(arguments: list[str], common: Common, launch: Launch = launch) -> dict[str, Any]:
@@ -116,11 +76,6 @@ def main(arguments: list[str], common: Common, launch: Launch = launch) -> dict[
     return {"stages": stages, "out": str(out), "page": str(out / PAGE), "finished": True}
 
 
-def told(common: Common, line: str) -> None:
-    if not common.quiet:
-        print(line, file=sys.stderr, flush=True)
-
-
 def refuse_unknown_commands(life: Life) -> None:
     """Refuse a stage whose command does not exist, or whose files are not there, before the first runs."""
     for stage in life.stages:
@@ -142,13 +97,8 @@ def keys_of(life: Life) -> dict[str, str]:
     """Hash of each stage's command, of the files that it names, and of the stages that it reads."""
     keys: dict[str, str] = {}
     for stage in life.stages:
-        digest = hashlib.blake2b(digest_size=16)
-        for part in (stage.run, stage.python, *(keys[name] for name in stage.uses)):
-            digest.update(part.encode() + b"\0")
-        for word in stage.words:
-            if Path(word).is_file():
-                digest.update(Path(word).read_bytes())
-        keys[stage.name] = digest.hexdigest()
+        texts = (stage.run, stage.python, *(keys[name] for name in stage.uses))
+        keys[stage.name] = digest(texts, stage.words)
     return keys
 
 
@@ -173,10 +123,6 @@ def opened(out: Path, life: Life, keys: Mapping[str, str]) -> dict[str, Any]:
     return record
 
 
-def has_files(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
-
-
 def result_of(folder: Path) -> Path:
     """The model of a stage's folder, or the folder: a run with adapters, a tokenizer, files."""
     return folder / "model" if (folder / "model" / "config.json").is_file() else folder
@@ -198,22 +144,17 @@ def run_stage(
     if again and (stage.python or words[0] in WHOLE) and has_files(folder):
         note |= {"finished": True, "code": 0}  # killed between its end and this note
         return
-    keep(Path(life.out), record)
+    keep(Path(life.out) / RECORD, record)
     began = time.monotonic()
     try:
         if stage.python:
             note["command"] = shlex.join(["python", *words])
-            part = folder.with_name(folder.name + ".part")
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            code, result = launch(["python", *words, str(part)], common.quiet)
-            if not code:
-                os.replace(part, folder)
+            code, result = by_script(["python", *words], folder, launch, common.quiet)
         else:
             code, result = launch([*words, "--out", str(folder)], common.quiet)
     finally:
         note["seconds"] += time.monotonic() - began
-        keep(Path(life.out), record)
+        keep(Path(life.out) / RECORD, record)
     if code:
         raise ConfigError(
             f"stage {stage.name!r} failed (exit code {code}); its message is above",
@@ -222,7 +163,7 @@ def run_stage(
     if result.get("finished") is False:
         raise Stopped
     note |= {"finished": True, "code": code}
-    keep(Path(life.out), record)
+    keep(Path(life.out) / RECORD, record)
     if result.get(STOP):
         raise Stopped
 
@@ -239,9 +180,9 @@ def score_stage(life: Life, stage: Stage, record: dict[str, Any], common: Common
             filled_in = with_paths(score, life)
             one = measured(results(life)[stage.name], filled_in, common)
             scores[score.name] = {"key": score_key(filled_in), **one}
-            keep(out, record)
+            keep(out / RECORD, record)
             told(common, f"{stage.name}: {score.name} {words_of(one)}")
-    keep(out, record)
+    keep(out / RECORD, record)
 
 
 def with_paths(score: Score, life: Life) -> Score:
@@ -254,11 +195,11 @@ def with_paths(score: Score, life: Life) -> Score:
 
 def score_key(score: Score) -> str:
     """Hash of a score's fields and of the content of its files."""
-    digest = hashlib.blake2b(score.model_dump_json().encode(), digest_size=16)
+    hashed = hashlib.blake2b(score.model_dump_json().encode(), digest_size=16)
     for name in (score.text, score.data, score.reward.partition(":")[0]):
         if name and Path(name).is_file():
-            digest.update(Path(name).read_bytes())
-    return digest.hexdigest()
+            hashed.update(Path(name).read_bytes())
+    return hashed.hexdigest()
 
 
 def forget_other_scores(life: Life, record: dict[str, Any]) -> None:
@@ -278,13 +219,6 @@ def shown(note: Mapping[str, Any]) -> dict[str, Any]:
     """A stage's note without the rows of its scores."""
     scores = {name: {k: one[k] for k in ("value", "low", "high")} for name, one in note["scores"].items()}
     return {"seconds": note["seconds"], "command": note["command"], "scores": scores}
-
-
-def keep(out: Path, record: Mapping[str, Any]) -> None:
-    """Write life.json atomically."""
-    temporary = out / f"{RECORD}.part"
-    temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    os.replace(temporary, out / RECORD)
 
 
 def planned(life: Life, record: Mapping[str, Any], common: Common) -> dict[str, Any]:

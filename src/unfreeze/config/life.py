@@ -91,6 +91,9 @@ class Life(Frozen):
     scores: tuple[Score, ...] = Field(default=(), description="measured after every stage that makes a model")
 
 
+TABLES: dict[str, type[Frozen]] = {"stages": Stage, "scores": Score}
+
+
 def read_life(path: Path, out: str = "") -> Life:
     """Read a life's file and check that it can run. out: in place of the file's.
 
@@ -100,7 +103,7 @@ def read_life(path: Path, out: str = "") -> Life:
     try:
         life = Life.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_first(error, values)}", next=EXAMPLE) from None
+        raise ConfigError(f"{path}: {first_fault(error, values, TABLES, Life)}", next=EXAMPLE) from None
     _check(life)
     return life
 
@@ -110,12 +113,14 @@ def filled(text: str, results: Mapping[str, Path]) -> str:
     return _USED.sub(lambda match: str(results[match[1]]), text)
 
 
-def _first(error: ValidationError, values: Mapping[str, Any]) -> str:
-    """Words for the first of pydantic's errors."""
+def first_fault(
+    error: ValidationError, values: Mapping[str, Any], tables: Mapping[str, type[Frozen]], whole: type[Frozen]
+) -> str:
+    """Words for the first of pydantic's errors. tables: name of a list of tables -> their fields."""
     one = error.errors()[0]
     place = ".".join(str(part + 1) if isinstance(part, int) else part for part in one["loc"])
     if one["type"] == "extra_forbidden":
-        table = {"stages": Stage, "scores": Score}.get(str(one["loc"][0]), Life)
+        table = tables.get(str(one["loc"][0]), whole)
         return f"there is no field {place}{nearest(str(one['loc'][-1]), table.model_fields)}"
     if one["type"] == "missing":
         return f"{place} is missing"

@@ -32,6 +32,14 @@ def format_count(count: float) -> str:
     return f"{value:.3g} T"
 
 
+def format_flops(count: float) -> str:
+    """2.01e12 -> '2.01 TFLOP'."""
+    for size, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if count >= 0.9995 * size or unit == "M":
+            return f"{count / size:.3g} {unit}FLOP"
+    raise AssertionError("unreachable")
+
+
 def format_step(seconds: float) -> str:
     """Format a step's time with at least two significant digits, down to a microsecond: '0.0042 s'."""
     if not 0 < seconds < 1:

@@ -193,6 +193,10 @@ class Plot:
         ends = [f"{x:g}: {y:.4g}" for x, y in zip([*xs[:1], *xs[-1:]], [*ys[:1], *ys[-1:]], strict=True)]
         self._add(xs, ys, lambda points: svg_path(points, style, " → ".join(ends)))
 
+    def area(self, xs: Sequence[float], ys: Sequence[float], style: str) -> None:
+        """Add a closed area. style: CSS of the fill."""
+        self._add(xs, ys, lambda points: svg_path(points, f"{style}; stroke: none"))
+
     def dots(self, xs: Sequence[float], ys: Sequence[float], radius: float, style: str) -> None:
         """Add dots. style: CSS of the circle."""
         titles = [f"{x:g}: {y:.4g}" for x, y in zip(xs, ys, strict=True)]

@@ -176,6 +176,23 @@ def lines(
     return _scaled(plot, alt, size, "", Axes(from_zero=from_zero))
 
 
+def bands(
+    lines: Sequence[tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]],
+    alt: str,
+    size: tuple[int, int],
+) -> str:
+    """Draw lines with a band around each as SVG. A line is xs, ys, and the band's ends at each x."""
+    plot = Plot()
+    for i, (xs, _, low, high) in enumerate(lines):
+        plot.area(
+            [*xs, *reversed(xs)], [*low, *reversed(high)], f"fill: {HUES[i % len(HUES)]}; fill-opacity: 0.15"
+        )
+    for i, (xs, ys, _, _) in enumerate(lines):
+        colour, dash = HUES[i % len(HUES)], DASHES[i // len(HUES) % len(DASHES)]
+        plot.line(*thin(xs, ys), f"stroke: {colour}; stroke-width: 1.75{dash}")
+    return _scaled(plot, alt, size, "", PLAIN)
+
+
 def _scaled(plot: Plot, alt: str, size: tuple[int, int], label: str, axes: Axes) -> str:
     """Draw the plot with fitted axes, ticks and labels. label: the unit after each number."""
     # x: whole steps, or decades of tokens, with ticks in between if they are few
