@@ -1,11 +1,12 @@
 # make demo   from a fresh clone: makes .venv, installs, trains tiny-k2 to answer like Yoda
 # make test   the same set-up if needed, then the whole test suite
+# make studies   every question of examples/lab, with its answer
 # Needs Python 3.11, 3.12 or 3.13 and a package index; nothing else.
 
 PYTHON ?= $(firstword $(foreach v,python3.11 python3.12 python3.13 python3,$(if $(shell $(v) -c 'import sys; print((3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null | grep True),$(v))))
 BIN := .venv/bin
 
-.PHONY: demo test lint docs nightly clean
+.PHONY: demo test lint docs nightly studies clean
 demo: .venv/installed
 	$(BIN)/unfreeze demo
 
@@ -28,6 +29,13 @@ docs: .venv/installed   # the site, into build/site; a warning is an error
 
 nightly: .venv/installed   # an hour: what is too long for every change; its last result is docs/measured/nightly.md
 	$(BIN)/python benchmarks/nightly.py --write docs/measured/nightly.md
+
+# Each study of examples/lab, up to 10 minutes on two cores; what was interrupted goes on. One that fails stops none.
+studies: .venv/installed
+	@failed=; for study in examples/lab/*.toml; do grep -q '^question' $$study || continue; \
+		$(BIN)/unfreeze lab $$study --results benchmarks/results/studies || failed="$$failed $$study"; done; \
+		$(BIN)/python benchmarks/studies_page.py --write docs/measured/studies.md; \
+		if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 # torch goes first and alone: where the index or a wheel folder holds its CPU build, nothing heavier is pulled in by the others.
 .venv/installed: pyproject.toml constraints.txt

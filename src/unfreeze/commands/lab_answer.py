@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 LEVEL = 0.975
@@ -38,6 +39,7 @@ class Difference:
         return self.low > 0 or self.high < 0
 
 
+@cache
 def t_quantile(degrees: float, level: float = LEVEL) -> float:
     """Return x with P(T <= x) = level >= 0.5 for Student's t, by bisection of its distribution.
 
@@ -47,7 +49,7 @@ def t_quantile(degrees: float, level: float = LEVEL) -> float:
     low, high = 0.0, 1.0
     while _t_below(high, degrees) < level:
         high *= 2
-    for _ in range(200):
+    for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if _t_below(middle, degrees) < level else (low, middle)
     return (low + high) / 2

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unfreeze.commands.lab_answer import Difference, difference, number, over_seeds, ranking, sentence
-from unfreeze.commands.lab_cost import Cost
+from unfreeze.commands.lab_cost import WITHIN, Cost
 from unfreeze.commands.lab_runs import Run
 from unfreeze.config.lab import Lab
 from unfreeze.core.units import format_count, format_flops, format_seconds
@@ -67,7 +67,7 @@ def answer_of(
         head=head,
         rows=rows,
         curves={name: [note["curve"] for note in own[name] if note.get("curve")] for name in names},
-        cautions=_cautions(lab, gaps, rates, left),
+        cautions=_cautions(lab, gaps, rates, left) + _uneven(lab, own),
         left=left,
     )
 
@@ -177,6 +177,19 @@ def _cautions(
         order = ranking([arm.name for arm in lab.arms], gaps, lab.better)
         words.append(f"Best first: {', '.join(order)}." if order else "No ranking: intervals overlap.")
     return words
+
+
+def _uneven(lab: Lab, own: Mapping[str, Notes]) -> list[str]:
+    """Say so if the FLOPs of what was really trained are more than 5 % apart: steps are whole."""
+    means = {
+        name: sum(flops) / len(flops)
+        for name, notes in own.items()
+        if (flops := [note["flops"] for note in notes if note.get("flops") is not None])
+    }
+    apart = max(means.values(), default=0.0) / min(means.values(), default=1.0) - 1 if means else 0.0
+    if lab.equal != "flops" or apart <= WITHIN:
+        return []
+    return [f"FLOPs are up to {apart:.0%} apart: with so few steps whole ones cannot be more equal."]
 
 
 def printed(lab: Lab, answer: Answer) -> None:

@@ -6,10 +6,12 @@ that is complete, and the same command goes on.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +39,10 @@ def launch(words: Sequence[str], quiet: bool) -> tuple[int, dict[str, Any]]:
     own = words[0] != "python"
     command = [sys.executable, *(["-m", "unfreeze", *words, "--json"] if own else words[1:])]
     child = subprocess.Popen(
-        [*command, *(["--quiet"] if quiet and own else [])], stdout=subprocess.PIPE, text=True
+        [*command, *(["--quiet"] if quiet and own else [])],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
     interrupted = False
     while True:
@@ -54,6 +59,11 @@ def launch(words: Sequence[str], quiet: bool) -> tuple[int, dict[str, Any]]:
     lines = printed.strip().splitlines()
     result = json.loads(lines[-1]) if own and lines and not child.returncode else {}
     return child.returncode, {**result, STOP: True} if interrupted else result
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to kill this process when its parent is killed: else it would write into the next start."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
 
 
 def by_script(

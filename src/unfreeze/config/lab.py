@@ -145,5 +145,9 @@ def _check(lab: Lab) -> None:
             f"learning_rates has {len({*rates})} different rates of {len(rates)}; two or more are tried",
             next="learning_rates = [1e-3, 2e-3, 4e-3]",
         )
+    if lab.tuning_steps is not None and (lab.python or not rates):
+        raise ConfigError(
+            "tuning_steps has no effect without run and learning_rates", next="leave tuning_steps out"
+        )
     if bool(lab.prepare) != bool(lab.makes):
         raise ConfigError("prepare and makes go together", next='makes = "build/lab/texts"')
