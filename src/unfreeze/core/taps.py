@@ -28,7 +28,7 @@ q, k, v  [T, H, d], [T, G, d], [T, G, v], as attention gets them: normed and rot
 q_plain, k_plain   the outputs of projection and q_norm or k_norm, before the rotation, so free of positions.
          For MLA, the part of each head that never rotates
 divergence   [T], of a layer with an indexer: how far its scores are from its attention
-         (kernels/sparse_attention.py)
+         (kernels/sparse_attention.py, kernels/moba/divergence.py)
 logit    float32 [T, H], the largest score of a query before softmax (kernels/attention/largest.py). It has no
          gradient
 router   [T, E], of a layer with experts: the router's scores, divided by their sum over all experts. Of a

@@ -1,8 +1,14 @@
-"""The indexers of a model (blocks/sparse.py), which are frozen unless `train_indexers` is called."""
+"""The indexers of a model, which are frozen unless `train_indexers` is called.
+
+They choose the keys of sparse attention (blocks/sparse.py), or the blocks of a mixture of blocks whose gate
+is learned (blocks/moba.py).
+"""
 
 from __future__ import annotations
 
 from unfreeze.core.errors import ConfigError
+from unfreeze.models.blocks.attention import Attending
+from unfreeze.models.blocks.moba import LowRankGate, MixtureOfBlocks
 from unfreeze.models.blocks.sparse import Indexer, SparseMLA
 from unfreeze.models.decoder import Decoder
 
@@ -13,10 +19,22 @@ def sparse_layers(model: Decoder) -> dict[int, SparseMLA]:
     return {index: part for index, part in children if isinstance(part, SparseMLA)}
 
 
-def indexers(model: Decoder) -> dict[int, Indexer]:
+def mixtures_of_blocks(model: Decoder) -> dict[int, MixtureOfBlocks]:
+    """Layer index -> its choice of blocks, for the layers that have one."""
+    children = ((index, part) for index, layer in enumerate(model.layers) for part in layer.children())
+    return {
+        index: part.blocks
+        for index, part in children
+        if isinstance(part, Attending) and part.blocks is not None
+    }
+
+
+def indexers(model: Decoder) -> dict[int, Indexer | LowRankGate]:
     """Layer index -> its indexer. Layers that use an earlier layer's choice have none."""
-    sparse = sparse_layers(model)
-    return {index: part.indexer for index, part in sparse.items() if part.indexer is not None}
+    sparse, mixtures = sparse_layers(model).items(), mixtures_of_blocks(model).items()
+    own = {index: part.indexer for index, part in sparse if part.indexer is not None}
+    gates = {index: part.indexer for index, part in mixtures if isinstance(part.indexer, LowRankGate)}
+    return {**own, **gates}
 
 
 def trained_indexers(model: Decoder) -> list[int]:

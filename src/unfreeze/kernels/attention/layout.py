@@ -9,7 +9,7 @@ T tokens of the batch, N >= T slots of all rectangles end to end, S documents, b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -69,7 +69,7 @@ class DocumentLayout:
     device: torch.device | str = "cpu"
     _cuts: dict[int, DocumentLayout] = field(default_factory=dict, compare=False, repr=False)
     _beyond: dict[int, Beyond] = field(default_factory=dict, compare=False, repr=False, init=False)
-    _made: dict[int, Any] = field(default_factory=dict, compare=False, repr=False, init=False)
+    _made: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False, init=False)
     _bounds: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False, init=False)
 
     @staticmethod
@@ -148,7 +148,7 @@ class DocumentLayout:
             )
         return self._beyond[limit]
 
-    def once(self, key: int, build: Callable[[], Value]) -> Value:
+    def once(self, key: Hashable, build: Callable[[], Value]) -> Value:
         """build(), kept under `key`: places that depend on this layout, such as kernels/compressed's."""
         if key not in self._made:
             self._made[key] = build()

@@ -17,6 +17,7 @@ from unfreeze.kernels.recompute import recomputed
 from unfreeze.kernels.rotary import Pairing, rotary
 from unfreeze.models.blocks.bytes import AttentionShape, Block, Bytes
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.moba import MixtureOfBlocks
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
 from unfreeze.models.blocks.recording import PAIRINGS, CannotRecord, Recording
@@ -30,6 +31,7 @@ class Attending(Block):
     query_rope   name of the tables for q, if they differ from k's: those that grow with the position
     mask     a sliding window or chunks; softcap: cap · tanh(score / cap)
     sinks    [H], a learned score per head that takes its share of the softmax (gpt-oss)
+    blocks   a query sees chosen blocks of tokens only (moba.py); None: all that the mask leaves
     """
 
     o_proj: Linear  # registered after the other projections: modules are listed in this order
@@ -53,6 +55,7 @@ class Attending(Block):
         self.rope, self.query_rope = rope, rope if query_rope is None else query_rope
         self.mask, self.softcap, self.sinks = mask, softcap, sinks
         self.pairs: Pairing = pairs
+        self.blocks: MixtureOfBlocks | None = None
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, run: Pass) -> Tensor:
         """Rotate, update the cache, attend, apply o_proj. -> [T, D]."""
@@ -66,11 +69,18 @@ class Attending(Block):
         if self.rope is not None:
             k_TGd = rotary(k_TGd, *run.tables(self.rope), self.pairs)
         k, v = run.remember(self.layer, k_TGd, v_TGv)
+        if self.blocks is not None:
+            return self.blocks(q_THd, k, v, run, self.scale).flatten(1)
         o_THv = run.attend(q_THd, k, v, self.scale, mask=self.mask, softcap=self.softcap, sinks_H=self.sinks)
         return o_THv.flatten(1)
 
     def record_attend(self, to: Recording, q: Row, k: Row, v: Row, *, add: Row | None, factor: float) -> Row:
-        """`attend` for a step: add + factor · o_proj(…)."""
+        """`attend` for a step: add + factor · o_proj(…).
+
+        With blocks only while no row of the cache can have so many positions that some are left out.
+        """
+        if self.blocks is not None and to.cache.positions > self.blocks.limit:
+            raise CannotRecord("a choice of blocks")
         program, width = to.program, self.head_dim
         keys, values = to.stores(self.layer)
         heads, groups, pairing = q.width // width, k.width // width, PAIRINGS[self.pairs]
@@ -107,6 +117,8 @@ class Attending(Block):
         by_blocks = softcap or (sinks and device != "cpu" and not one_call)
         window = None if one_call else self.mask.window
         shape = AttentionShape(heads, key_heads, d, v, window, by_blocks, one_call)
+        if self.blocks is not None:
+            shape = shape._replace(blocks=(self.blocks.block, self.blocks.chosen))
         product = Bytes(linear=self.o_proj.out_features * dtype.itemsize)
         return product + attention_bytes(shape, dtype, device)
 
@@ -344,7 +356,7 @@ def attention_bytes(shape: AttentionShape, dtype: torch.dtype, device: str) -> B
     them again.
     """
     size = dtype.itemsize
-    heads, key_heads, width, value_width, window, by_blocks, one_call, _ = shape
+    heads, key_heads, width, value_width, window, by_blocks, one_call, _, _ = shape
     q, k, v, o = heads * width, key_heads * width, key_heads * value_width, heads * value_width
     output = o * size + 4 * heads
     held = (q + k + v) * size + output

@@ -19,6 +19,7 @@ class AttentionShape(NamedTuple):
     by_blocks  True if it always runs by blocks of queries: softcapped scores, sinks
     one_call   True if all documents attend in one call of a flash kernel (kernels/packed_attention)
     keys       keys that a query chooses, if documents longer than that run by blocks of queries; else None
+    blocks     tokens of a block and blocks that a query sees, if it chooses (blocks/moba.py); else None
     """
 
     heads: int
@@ -29,6 +30,7 @@ class AttentionShape(NamedTuple):
     by_blocks: bool = False
     one_call: bool = False
     keys: int | None = None
+    blocks: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

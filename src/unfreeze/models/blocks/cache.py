@@ -24,6 +24,7 @@ class Cache:
     of a step holds as long as it does not change.
     `routes`: the experts that each MoE layer chose, int16 [R, capacity, K] per layer; None if not asked for.
     `states`: what a layer keeps of all of a row's tokens together, [R, …] per name: it does not grow.
+    `summaries`: what a layer keeps of each block of a row's positions, [R, blocks, …] (blocks/moba.py).
     """
 
     def __init__(self, num_sequences: int, capacity: int, *, routes: bool = False):
@@ -33,11 +34,13 @@ class Cache:
         self.layers: dict[int, tuple[Tensor, ...]] = {}
         self.routes: dict[int, Tensor] | None = {} if routes else None
         self.states: dict[str, Tensor] = {}
+        self.summaries: dict[int, Tensor] = {}
         self.version = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(store.nbytes for store in (*self._stores(), *self.states.values()))
+        every = *self._stores(), *self.states.values(), *self.summaries.values()
+        return sum(store.nbytes for store in every)
 
     @property
     def positions(self) -> int:
@@ -69,6 +72,20 @@ class Cache:
             self.version += 1
             self.states[name] = state.new_zeros(self.rows, *state.shape[1:])
         self.states[name][rows_S] = state
+
+    def write_summaries(
+        self, layer: int, rows_E: Tensor, blocks_E: Tensor, size: int, summary_E: Tensor
+    ) -> None:
+        """Store a summary of each of these blocks of `size` positions; allocated on first use."""
+        if layer not in self.summaries:
+            self.version += 1
+            blocks = -(-self.capacity // size)
+            self.summaries[layer] = summary_E.new_zeros(self.rows, blocks, *summary_E.shape[1:])
+        self.summaries[layer][rows_E, blocks_E] = summary_E
+
+    def read_summaries(self, layer: int, rows: int, blocks: int, size: int) -> Tensor:
+        """Return those of the first blocks of the first rows, [rows, blocks, …]."""
+        return self.summaries[layer][:rows, :blocks]
 
     def route(self, row: int) -> Tensor:
         """Return the experts chosen at the filled positions of a row, int16 [positions, MoE layers, K].
@@ -122,6 +139,7 @@ class Cache:
         if others:
             for store in self._stores():
                 store[others, :length] = store[source, :length]
+            self._copy_summaries(source, others)
         for row in rows:
             self.lengths[row] = length
 
@@ -134,6 +152,11 @@ class Cache:
         others = [row for row in rows if row != source]
         for state in self.states.values() if others else ():
             state[others] = state[source].clone()
+
+    def _copy_summaries(self, source: int, rows: int | list[int]) -> None:
+        """All of them: one that is not complete is written again before it is read."""
+        for store in self.summaries.values():
+            store[rows] = store[source].clone()
 
     def require_room(self) -> None:
         """Raise UserError if a row has no position left."""
@@ -160,5 +183,6 @@ class Cache:
                     store[place, : self.own(row)] = store[row, : self.own(row)]
                 for state in self.states.values():
                     state[place] = state[row]
+                self._copy_summaries(row, place)
         self.lengths = [self.lengths[row] for row in order]
         return order

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.core.batch import send
-from unfreeze.kernels import compressed
+from unfreeze.kernels import compressed, moba
 from unfreeze.kernels.attention import CAUSAL, DocumentLayout, Mask
 from unfreeze.kernels.attention.largest import largest_scores
 from unfreeze.kernels.packed_attention import packed_attention
@@ -185,6 +185,22 @@ class PackedPass:
         entries, reuse = self.entries(rate), self.reuse_expensive
         return compressed.attend(q_THd, k_Td, e_Ed, sinks_H, entries, scale, window, chosen_TK, reuse)
 
+    def summarise(self, layer: int, size: int, k_TGd: Tensor, summary: Callable[[Tensor], Tensor]) -> Tensor:
+        """summary(keys [E, B, G, d]) -> [E, G, r] of all complete blocks of `size` tokens."""
+        first_E = self.entries(size).first_E
+        return summary(k_TGd[first_E[:, None] + torch.arange(size, device=first_E.device)])
+
+    def select_blocks(self, gated: moba.Gated, size: int, chosen: int) -> Tensor:
+        """The earlier blocks that each query sees (kernels/moba)."""
+        return moba.select(gated, self.entries(size), chosen)
+
+    def attend_blocks(
+        self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float, size: int, chosen_THC: Tensor
+    ) -> Tensor:
+        """Attention of every token to its own block and the chosen ones of its document."""
+        self._tap_attention(q_THd, k_TGd, v_TGv, scale, CAUSAL)
+        return moba.attend(q_THd, k_TGd, v_TGv, self.layout, scale, size, chosen_THC, self.reuse_expensive)
+
     def chose(self, layer: int, ids_TK: Tensor) -> None:
         """Notice the experts that an MoE layer chose; generation may want them."""
 
@@ -210,11 +226,7 @@ class PackedPass:
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Attention of every token to its own document; arguments as in packed_attention."""
-        if self.taps is not None:
-            self.taps.put("q", q_THd)
-            self.taps.put("k", k_TGd)
-            self.taps.put("v", v_TGv)
-            self._tap_logit(q_THd, k_TGd, scale, mask)
+        self._tap_attention(q_THd, k_TGd, v_TGv, scale, mask)
         return packed_attention(
             q_THd,
             k_TGd,
@@ -226,6 +238,13 @@ class PackedPass:
             sinks_H=sinks_H,
             reuse=self.reuse_expensive,
         )
+
+    def _tap_attention(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float, mask: Mask) -> None:
+        if self.taps is not None:
+            self.taps.put("q", q_THd)
+            self.taps.put("k", k_TGd)
+            self.taps.put("v", v_TGv)
+            self._tap_logit(q_THd, k_TGd, scale, mask)
 
     def _tap_logit(self, q_THd: Tensor, k_TGd: Tensor, scale: float, mask: Mask) -> None:
         """Tap the largest scores if requested. A recomputation puts nothing there: no gradient needs them."""
@@ -296,6 +315,12 @@ class PrefillPass(PackedPass):
             at_tokens[-1][last_E] = e_Ed
         self.cache.write(layer, self.rows_T, self.positions_T, (k_Td, *at_tokens))
         return k_Td, *entries
+
+    def summarise(self, layer: int, size: int, k_TGd: Tensor, summary: Callable[[Tensor], Tensor]) -> Tensor:
+        e_EGr, first_E = super().summarise(layer, size, k_TGd, summary), self.entries(size).first_E
+        blocks_E = self.positions_T[first_E] // size
+        self.cache.write_summaries(layer, self.rows_T[first_E], blocks_E, size, e_EGr)
+        return e_EGr
 
     def chose(self, layer: int, ids_TK: Tensor) -> None:
         self.cache.write_route(layer, self.rows_T, self.positions_T, ids_TK)

@@ -19,6 +19,7 @@ class SharedCache(Cache):
     """R rows of at most `capacity` positions behind their prompts, and `slots` prompts of at most `longest`.
 
     prompts  per layer tensors [slots, longest, …]; `layers` are those of the rows, [R, capacity, …]
+    prompt_summaries   of the blocks that lie in a prompt, [slots, blocks, …]; `summaries` are of later ones
     slot     of each running row, the place of its prompt; -1: it has none yet
     shared   length of the prompt in each slot
     """
@@ -27,6 +28,7 @@ class SharedCache(Cache):
         super().__init__(num_sequences, capacity, routes=routes)
         self.prompts: dict[int, tuple[Tensor, ...]] = {}
         self.prompt_routes: dict[int, Tensor] = {}
+        self.prompt_summaries: dict[int, Tensor] = {}
         self.longest = longest
         self.shared = [0] * slots
         self.slot = [-1] * num_sequences
@@ -34,7 +36,8 @@ class SharedCache(Cache):
     @property
     def nbytes(self) -> int:
         every = [store for tensors in self.prompts.values() for store in tensors]
-        return super().nbytes + sum(store.nbytes for store in (*every, *self.prompt_routes.values()))
+        every += [*self.prompt_routes.values(), *self.prompt_summaries.values()]
+        return super().nbytes + sum(store.nbytes for store in every)
 
     @property
     def positions(self) -> int:
@@ -81,6 +84,33 @@ class SharedCache(Cache):
                 self.routes[layer], self.prompt_routes[layer] = self._empty(new), self._empty_prompts(new)
             where = self._where(rows_T, positions_T)
             _write(self.prompt_routes[layer], self.routes[layer], new, *where)
+
+    def write_summaries(
+        self, layer: int, rows_E: Tensor, blocks_E: Tensor, size: int, summary_E: Tensor
+    ) -> None:
+        """A block that begins in the prompt and ends behind it is the row's own, its first."""
+        if layer not in self.summaries:
+            self.version += 1
+            blocks = (self.capacity + size - 2) // size + 1
+            self.summaries[layer] = summary_E.new_zeros(self.rows, blocks, *summary_E.shape[1:])
+            inside = max(1, self.longest // size)
+            self.prompt_summaries[layer] = summary_E.new_zeros(len(self.shared), inside, *summary_E.shape[1:])
+        slots_R, shared_R = self.table().to(rows_E.device).unbind(1)
+        slots_E, before_E = slots_R[rows_E], shared_R[rows_E] // size
+        inside_E = blocks_E < before_E
+        where = (
+            inside_E,
+            slots_E[inside_E],
+            blocks_E[inside_E],
+            rows_E[~inside_E],
+            (blocks_E - before_E)[~inside_E],
+        )
+        _write(self.prompt_summaries[layer], self.summaries[layer], summary_E, *where)
+
+    def read_summaries(self, layer: int, rows: int, blocks: int, size: int) -> Tensor:
+        """Put the rows together: a copy."""
+        prompts, own = self.prompt_summaries[layer], self.summaries[layer]
+        return self._together(prompts, own, range(rows), blocks, size)
 
     def read(self, layer: int, rows: int, longest: int) -> tuple[Tensor, ...]:
         """Put the rows together, [rows, longest, …]: a copy."""
@@ -134,10 +164,12 @@ class SharedCache(Cache):
         own_T = positions_T - shared_T
         return inside_T, slots_T[inside_T], positions_T[inside_T], rows_T[rest_T], own_T[rest_T]
 
-    def _together(self, prompts: Tensor, own: Tensor, rows: Sequence[int], longest: int) -> Tensor:
+    def _together(
+        self, prompts: Tensor, own: Tensor, rows: Sequence[int], longest: int, size: int = 1
+    ) -> Tensor:
         whole = own.new_zeros(len(rows), longest, *own.shape[2:])
         for place, row in enumerate(rows):
-            shared = min(longest, self.shared_of(row))
+            shared = min(longest, self.shared_of(row) // size)
             whole[place, :shared] = prompts[self.slot[row], :shared]
             count = min(longest - shared, own.shape[1])
             whole[place, shared : shared + count] = own[row, :count]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unfreeze.kernels import compressed
+from unfreeze.kernels import compressed, moba
 from unfreeze.kernels.attention import CAUSAL, Mask
 from unfreeze.kernels.recurrence import Inputs, Rule, recurrence_step
 from unfreeze.kernels.short_conv import conv_step
@@ -149,6 +149,29 @@ class StepPass:
             complete_SE &= chosen_SE
         seen_SN = torch.cat((self.allowed(Mask(window))[:, 0, 0], complete_SE), dim=1)
         return compressed.attend_one(q_SHd, torch.cat((k_SNd, e_SEd), dim=1), seen_SN, sinks_H, scale)
+
+    def summarise(self, layer: int, size: int, k_SNGd: Tensor, summary: Callable[[Tensor], Tensor]) -> Tensor:
+        """-> [S, N // size, G, r], of all complete blocks of the rows.
+
+        A row's present block is summarised again at each step, from `size` cached keys; nobody reads it
+        before its last token. So a step has no state but the cache, and no launch depends on a position.
+        """
+        blocks_S = self.positions_T // size
+        place_SB = (blocks_S * size)[:, None] + torch.arange(size, device=blocks_S.device)
+        rows_S1 = torch.arange(len(blocks_S), device=blocks_S.device)[:, None]
+        k_SBGd = k_SNGd[rows_S1, place_SB.clamp(max=k_SNGd.shape[1] - 1)]
+        self.cache.write_summaries(layer, self.rows_T, blocks_S, size, summary(k_SBGd))
+        return self.cache.read_summaries(layer, len(blocks_S), self.longest // size, size)
+
+    def select_blocks(self, gated: moba.Gated, size: int, chosen: int) -> Tensor:
+        """As in PackedPass."""
+        return moba.select_one(gated, self.positions_T // size, chosen)
+
+    def attend_blocks(
+        self, q_SHd: Tensor, k_SNGd: Tensor, v_SNGv: Tensor, scale: float, size: int, chosen_SHC: Tensor
+    ) -> Tensor:
+        """As in PackedPass; keys and values of other blocks are not read."""
+        return moba.attend_one(q_SHd, k_SNGd, v_SNGv, self.positions_T, scale, size, chosen_SHC)
 
     def route(self, layer: int) -> Tensor | None:
         """A step chooses itself."""

@@ -94,6 +94,23 @@ PARTS: dict[str, Part] = {
         f"{_BLOCKS}attention:sliding_window",
         {"window": Option(128, "tokens that a token sees, itself included", least=1)},
     ),
+    "moba": Part(
+        ATTENTION,
+        "as full, but a token sees its own block and the chosen - 1 earlier ones of highest q · mean(k)",
+        "arXiv:2502.13189",
+        f"{_BLOCKS}moba:moba",
+        {
+            "block": Option(64, "tokens of a block", least=1),
+            "chosen": Option(3, "blocks that a query head sees, its own included", least=1),
+            "gate": Option(
+                "mean",
+                "score of a block: q · mean(k), or (A q) · B [mean, max, min](k) with learned A and B"
+                " (arXiv:2410.13276; training.indexer trains them)",
+                choices=("mean", "low_rank"),
+            ),
+            "rank": Option(16, "rows of A and B, for gate low_rank", least=1),
+        },
+    ),
     "qk_norm": Part(
         ATTENTION,
         "as the attention that is there, with q and k normed per head before they turn",

@@ -193,6 +193,8 @@ def _windows(model: Decoder, of_layer: int) -> tuple[tuple[int | None, int], ...
         if not attending:
             continue
         window = None if isinstance(attending[0], MLA) else attending[0].mask.window
+        if isinstance(attending[0], Attending) and attending[0].blocks is not None:
+            window = attending[0].blocks.limit  # as many pairs, but for half a block
         by_window[window] = by_window.get(window, 0) + of_layer
     return tuple(by_window.items())
 

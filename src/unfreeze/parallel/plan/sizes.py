@@ -10,7 +10,7 @@ from torch import nn
 from unfreeze.config.lora import LoraConfig
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.bytes import AttentionShape, Block
-from unfreeze.models.indexers import sparse_layers
+from unfreeze.models.indexers import mixtures_of_blocks, sparse_layers
 from unfreeze.models.matrices import flop, hidden_matrices, workspace
 from unfreeze.models.targets import largest_per_rank, per_rank
 from unfreeze.parallel.placement.peers import rest_bytes
@@ -45,6 +45,7 @@ class Sizes:
     cached          bytes of one position of one row of the KV cache
     state           bytes of a row of the cache that do not grow with its positions
     attention       of each kind of layer
+    blocks          layers that choose blocks of tokens: (documents longer than that, bytes per token)
     choosing        layers whose indexer chooses keys, and those of them whose choice later layers use too
     largest_layer   weights of the largest layer
     ends            weights outside of layers: embedding, last norm and head
@@ -86,6 +87,7 @@ class Sizes:
     state: int = 0
     attention: tuple[AttentionShape, ...] = ()
     choosing: tuple[int, int] = (0, 0)
+    blocks: tuple[tuple[int, int], ...] = ()
     streamed: tuple[int, ...] = ()
     rest: tuple[int, ...] = ()
     of_expert: tuple[tuple[int, ...], ...] = ()
@@ -109,12 +111,13 @@ class Sizes:
         """Return the bytes of the keys chosen for `tokens`, in documents of up to `length`; int32 each.
 
         Backward needs those of all layers. If layers are recomputed, it needs those that later layers use
-        too, and those of the layer it has reached.
+        too, and those of the layer it has reached. Chosen blocks stay in any case.
         """
+        blocks = tokens * sum(of_token for limit, of_token in self.blocks if limit < length)
         keys, (every, followed) = max((shape.keys or 0 for shape in self.attention), default=0), self.choosing
         if not 0 < keys < length:
-            return 0
-        return 4 * tokens * keys * (max(1, followed) if recomputed else every)
+            return blocks
+        return blocks + 4 * tokens * keys * (max(1, followed) if recomputed else every)
 
     def largest_factor(self, rank: int, experts_rank: int | None) -> int:
         """Return the number of elements in an adapter's largest tensor."""
@@ -170,6 +173,7 @@ def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") 
         state=model.state_bytes(),
         attention=tuple({layer.attention for layer in layers if layer.attention}),
         choosing=choosing(model),
+        blocks=tuple((part.limit, part.chosen_bytes) for part in mixtures_of_blocks(model).values()),
         streamed=tuple(streamed_bytes(model.layers)),
         rest=tuple(rest_bytes(model.layers)),
         of_expert=tuple(bytes_of_expert(model.layers)),
