@@ -76,6 +76,16 @@ def own_choices():
 
 
 @pytest.fixture
+def planted_parts(monkeypatch):
+    """A registry that has the parts of the tests, too (tests/compress/planted_parts.py)."""
+    from tests.compress.planted_parts import PLANTED
+    from unfreeze.models.parts import PARTS
+
+    for name, part in PLANTED.items():
+        monkeypatch.setitem(PARTS, name, part)
+
+
+@pytest.fixture
 def unfreeze_json(capsys):
     """`unfreeze COMMAND … --json --quiet` -> its result; it must end with 0."""
 

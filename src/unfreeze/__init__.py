@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from unfreeze.api import prepare as prepare
     from unfreeze.api import pretrain as pretrain
     from unfreeze.api import sft as sft
+    from unfreeze.api import swap as swap
     from unfreeze.api import train_tokenizer as train_tokenizer
     from unfreeze.core.built_in import TINY_K2 as TINY_K2
     from unfreeze.generate.model import Model as Model
@@ -43,6 +44,7 @@ __all__ = [
     "prepare",
     "pretrain",
     "sft",
+    "swap",
     "train_tokenizer",
 ]
 
@@ -51,7 +53,7 @@ _HOME = {
     "Model": "unfreeze.generate.model",
     "TINY_K2": "unfreeze.core.built_in",
     **dict.fromkeys(
-        ("FinishedRun", "distill", "grpo", "prefer", "prepare", "pretrain", "sft", "train_tokenizer"),
+        ("FinishedRun", "distill", "grpo", "prefer", "prepare", "pretrain", "sft", "swap", "train_tokenizer"),
         "unfreeze.api",
     ),
 }

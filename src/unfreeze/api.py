@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from unfreeze.commands import export as exporting
 from unfreeze.config.parse import from_keywords, writing
@@ -266,6 +266,42 @@ def train_tokenizer(
     keywords = {"files": files, "out": out, "vocab": vocab, **fields}
     config = from_keywords(making.Config, keywords, function="train_tokenizer", command="tokenizer train")
     return making.train(config, Common(quiet=quiet))
+
+
+def swap(
+    model: Model | FinishedRun | str | Path,
+    at: str,
+    part: str,
+    *,
+    init: Literal["copy", "new"] = "copy",
+    seed: int = 0,
+    **options: Any,
+) -> Model:
+    """A trainable model with `part` in place of the modules `at`; the others keep their weights, to the bit.
+
+    swapped = unfreeze.swap(unfreeze.load("DIR"), "layers.*.self_attn", "sliding_window", window=128)
+    swapped.generate("Once upon"), swapped.save("DIR2")
+
+        model    a loaded model, which stays as it is, or a checkpoint's folder or id
+        at       names of modules, as in the checkpoint; * stands for every layer, 2-5 for four of them
+        part     its name; `unfreeze pretrain --help parts` lists them with their options
+        init     "copy": parameters that the part has, too, are kept; "new": all of the part's are drawn
+        seed     of the drawn values
+        options  of the part
+
+    Weights that train are copies of a loaded model's, packed ones are shared with it. All that are not packed
+    require a gradient, in the dtype that the model computes in. `full` where attention is full already
+    changes nothing. Raises UserError for a place, part or option that is unknown, and for shapes that do not
+    fit.
+    """
+    from unfreeze.compress.swap_model import swapped
+    from unfreeze.compress.swapped import Wish
+    from unfreeze.generate.model import Model, load
+
+    wish = Wish(at, part, options, init, seed)
+    if isinstance(model, Model):
+        return swapped(model, wish)
+    return swapped(load(model.path if isinstance(model, FinishedRun) else model), wish, keep=False)
 
 
 def prepare(

@@ -79,6 +79,9 @@ MAKE = {
     ),
     "synth": Command("unfreeze.commands.synth", "synth plan | run", "rows from a server, within a budget"),
     "upcycle": Command("unfreeze.commands.upcycle", "upcycle MODEL", "a dense model becomes experts"),
+    "swap": Command(
+        "unfreeze.commands.swap", "swap MODEL PLACE PART", "another attention in a trained model"
+    ),
     "advise": Command("unfreeze.commands.advise", "advise --params N", "rate and batch of pretraining"),
     "life": Command("unfreeze.commands.life", "life small.toml", "tokenizer to rewards, every stage scored"),
 }

@@ -39,6 +39,7 @@ SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
 MERGE = "merge.json"  # progress of unfreeze merge in a folder; config.json comes last
 UPCYCLE = "upcycle.json"  # of unfreeze upcycle
+SWAP = "swap.json"  # of unfreeze swap
 MODELOPT = "hf_quant_config.json"
 BESIDE = (MODELOPT, "quantize_config.json", "quant_config.json", "quantization_config.json")
 """Files beside config.json with the quantization of older releases: NVIDIA's, AutoGPTQ's, autoawq's,
@@ -161,7 +162,7 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
                 f"{folder} is a training run, not a checkpoint",
                 next=f"{ways}; or unfreeze report {folder}, unfreeze chat {folder}",
             )
-        for file, noun in ((MERGE, "a merge"), (UPCYCLE, "an upcycle")):
+        for file, noun in ((MERGE, "a merge"), (UPCYCLE, "an upcycle"), (SWAP, "a swap")):
             if (folder / file).is_file():
                 raise CheckpointError(
                     f"{folder} is {noun} that was stopped: it has {file} and no config.json yet",

@@ -80,7 +80,7 @@ def grown_work(manifest: Manifest, added: int, change: Change) -> Work:
     tensors += [
         copied(info.name, info) for name, info in manifest.by_model_name().items() if name not in changed
     ]
-    return Work(manifest, sorted(tensors, key=lambda one: _order(one.name)), config)
+    return Work(manifest, sorted(tensors, key=lambda one: by_layer(one.name)), config)
 
 
 def refuse_open(sites: list[Site], manifest: Manifest) -> None:
@@ -334,7 +334,7 @@ def _changed(weight: Tensor, transposed: bool, projection: str, change: Change, 
     return new.mT.contiguous() if transposed else new
 
 
-def _order(name: str) -> tuple[int, str]:
+def by_layer(name: str) -> tuple[int, str]:
     """By layer, then by name: neighbours are in one file."""
     pieces = name.split(".")
     numbers = [int(after) for before, after in pairwise(pieces) if before == "layers"]

@@ -189,13 +189,22 @@ def made_files(tensors: Sequence[Made], limit: int = MAX_SHARD_BYTES) -> list[Ma
     return files
 
 
-def write(work: Work, out: Path, inputs: dict[str, Any], progress: Progress | None) -> Record:
-    """Write the checkpoint into `out`, or the files that are still missing there (shards.py)."""
+def write(
+    work: Work,
+    out: Path,
+    inputs: dict[str, Any],
+    progress: Progress | None,
+    kind: tuple[str, str] = (UPCYCLE, "upcycle"),
+) -> Record:
+    """Write the checkpoint into `out`, or the files that are still missing there (shards.py).
+
+    kind: the record's file, and the noun of messages.
+    """
     twice = len(work.tensors) - len({one.name for one in work.tensors})
     if twice:
         raise CheckpointError(f"{twice} tensors would be written twice", next="report it with config.json")
     files = made_files(work.tensors)
-    record = shards.begun(Record(inputs, file=UPCYCLE, noun="upcycle"), out)
+    record = shards.begun(Record(inputs, file=kind[0], noun=kind[1]), out)
 
     def write_file_of(file: MadeFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
         for one in file.tensors:

@@ -91,7 +91,7 @@ def load_opened(
     if opened.adapter is not None:
         load_adapter(decoder, opened.adapter)
     decoder.eval().requires_grad_(False)
-    return Model(decoder, tokenizer, stop_ids=end_ids(manifest, tokenizer))
+    return Model(decoder, tokenizer, stop_ids=end_ids(manifest, tokenizer), manifest=manifest)
 
 
 def end_ids(manifest: Manifest, tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -111,13 +111,19 @@ class Model:
     """A Decoder with its tokenizer.
 
     tokenizer: None if the checkpoint has none; then prompts are token ids.
+    manifest: the files it came from; `save` takes from them what is not in memory.
     Raises CheckpointError if the tokenizer can produce ids the model has no embedding for.
     """
 
     def __init__(
-        self, decoder: Decoder, tokenizer: Tokenizer | None = None, *, stop_ids: frozenset[int] | None = None
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer | None = None,
+        *,
+        stop_ids: frozenset[int] | None = None,
+        manifest: Manifest | None = None,
     ):
-        self.decoder, self.tokenizer = decoder, tokenizer
+        self.decoder, self.tokenizer, self.manifest = decoder, tokenizer, manifest
         if tokenizer is not None:
             check_vocab(tokenizer, decoder.shape.vocab_size)
         if stop_ids is None:
@@ -130,6 +136,18 @@ class Model:
             f"<unfreeze.Model {shape.model_type}: {shape.num_layers} layers, hidden size"
             f" {shape.hidden_size}{shape.expert_words}, on {self.decoder.device}>"
         )
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the model as a checkpoint folder, complete or not at all. -> the folder.
+
+        Loaded again, every weight is equal to the bit: a tensor keeps the dtype of the file that it came from
+        if that loses nothing, else it has the one in memory. Packed weights, tensors beside the language
+        model and the tokenizer's files are those of the checkpoint.
+        Raises CheckpointError for a folder that is not empty, and for a model without files or with adapters.
+        """
+        from unfreeze.generate.saving import save_model
+
+        return save_model(self.decoder, self.manifest, Path(folder).expanduser())
 
     @property
     def has_chat_template(self) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from unfreeze.kernels.attention import CAUSAL, Mask
 from unfreeze.models.blocks.attention import Attending, Attention
+from unfreeze.models.blocks.mla import MLA, UnrotatedMLA
 from unfreeze.models.parts import At, refuse
 
 
-def full(own: Attending, at: At) -> Attending:
-    """The same attention without a window."""
+def full(own: Attending | MLA, at: At) -> Attending | MLA:
+    """The same attention without a window; MLA has none."""
+    if type(own) in (MLA, UnrotatedMLA):
+        return own
     if not isinstance(own, Attending):
         refuse(own, "full", "an attention with queries, keys and values", at)
     own.mask = CAUSAL

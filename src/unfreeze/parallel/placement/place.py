@@ -94,7 +94,7 @@ def place(
     if peers is not None:
         expanded = stats.expanded_bytes + peers.expanded_bytes
         stats = replace(stats, expanded_bytes=expanded, rounded=stats.rounded + peers.rounded)
-    _hand_over(model, {id(old): tensors[name] for name, (old, _) in wanted.items()}, torch.device(device))
+    hand_over(model, {id(old): tensors[name] for name, (old, _) in wanted.items()}, torch.device(device))
     _check_materialised(model)
     return stats
 
@@ -207,7 +207,7 @@ def check_coverage(placements: Sequence[Placement], params: Params) -> None:
             )
 
 
-def _hand_over(model: nn.Module, new: Mapping[int, Tensor], device: torch.device) -> None:
+def hand_over(model: nn.Module, new: Mapping[int, Tensor], device: torch.device) -> None:
     """Assign the filled tensors in place of the meta ones, and move all others to `device`.
 
     new: id of a meta tensor -> the filled one. Shared parameters stay shared.
