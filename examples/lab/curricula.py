@@ -1,6 +1,6 @@
 """Data for examples/lab/curricula.toml: words to write backwards, from easy to hard, and their reward.
 
-    python examples/lab/curricula.py build/lab/curricula
+    python examples/lab/curricula.py build/lab/words
 
 A letter carries its place, so that a small model finds it soon: "c1a2b3=" becomes "b3a2c1". The teacher of the
 texts writes each letter right with probability RIGHT, else any of the letters. A model that has read him
