@@ -14,7 +14,7 @@ first arm. The others, at the same peak and number of steps:
     doubling  cosines of 1, 2 and 4 sevenths of the steps
     averaged  constant, measured at an exponential mean of the weights, of the last 20 steps or so
 
-last and gap say what happens without stopping: the held-out loss at the end, and how far it is above the lowest.
+last and gap say what happens without stopping: the held-out loss at the end, and how far above the lowest.
 """
 
 from __future__ import annotations

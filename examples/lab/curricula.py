@@ -2,8 +2,8 @@
 
     python examples/lab/curricula.py build/lab/words
 
-A letter carries its place, so that a small model finds it soon: "c1a2b3=" becomes "b3a2c1". The teacher of the
-texts writes each letter right with probability RIGHT, else any of the letters. A model that has read him
+A letter carries its place, so that a small model finds it soon: "c1a2b3=" becomes "b3a2c1". The teacher
+writes each letter right with probability RIGHT, else any of the letters. A model that has read the texts
 spells a word of n letters right with probability about .56^n: .32 of two letters, .01 of eight.
 
   model/           config.json and a tokenizer, without weights

@@ -4,9 +4,9 @@
     python examples/lab/moba_from_full.py --arm moba --seed 0 --out runs/moba
     unfreeze lab examples/lab/moba_from_full.toml
 
-A byte model with full attention is trained for STEPS steps on documents of 256 bytes. Then `unfreeze.swap` puts
-MoBA in its place, with the same weights: a token sees its own block of 16 bytes and the two earlier ones whose
-mean keys fit its query best. Both are trained on, for a fifth of the steps, on the same documents.
+A byte model with full attention is trained for STEPS steps on documents of 256 bytes. Then `unfreeze.swap`
+puts MoBA in its place, with the same weights: a token sees its own block of 16 bytes and the two earlier ones
+whose mean keys fit its query best. Both are trained on, for a fifth of the steps, on the same documents.
 
     full   trained on as it is
     moba   trained on with MoBA
@@ -119,12 +119,4 @@ if __name__ == "__main__":
         steps = options.steps or STEPS
         rows, more, curve = study(options.arm, options.seed, BASES, steps)
         tokens = (steps + steps // AGAIN) * DOCUMENTS * LENGTH
-        write(
-            options.out,
-            sum(rows) / len(rows),
-            more,
-            model=begun(0),
-            tokens=tokens,
-            curve=curve,
-            rows=rows,
-        )
+        write(options.out, sum(rows) / len(rows), more, model=begun(0), tokens=tokens, curve=curve, rows=rows)

@@ -63,7 +63,7 @@ def batches(text: Tensor, seed: int) -> Iterator[Batch]:
 
 
 def bar(train: Tensor, held_out: Tensor) -> float:
-    """Half-way between the held-out losses of bytes and of pairs of bytes, counted with a little smoothing."""
+    """Half-way between the held-out losses of bytes and of pairs of bytes, with a little smoothing."""
     one_V = torch.bincount(train, minlength=BYTES).double() + 0.1
     one_V /= one_V.sum()
     two_VV = torch.bincount(train[:-1] * BYTES + train[1:], minlength=BYTES**2).view(BYTES, BYTES).double()

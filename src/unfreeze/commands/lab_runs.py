@@ -156,9 +156,7 @@ def _load(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     if not layers:
         return {}
     fields = {"MaxVio": "max_violation", "dead experts": "dead"}
-    return {
-        name: math.fsum(layer[field] for layer in layers) / len(layers) for name, field in fields.items()
-    }
+    return {name: math.fsum(layer[field] for layer in layers) / len(layers) for name, field in fields.items()}
 
 
 def _rows(folder: Path, step: int) -> list[list[float]] | None:
