@@ -19,6 +19,7 @@ All arms see the same documents. With g the gradient of a step's mean loss, over
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -74,9 +75,7 @@ def by_context(model: Decoder, held_out: Tensor) -> tuple[float, list[float]]:
     losses = torch.cat(
         [each_loss(model, packed(list(part))).view(-1, LONGEST)[:, :-1] for part in rows.split(8)]
     )
-    return float(losses.mean()), [
-        float(losses[:, lo:hi].mean()) for lo, hi in zip(EDGES, EDGES[1:], strict=False)
-    ]
+    return float(losses.mean()), [float(losses[:, lo:hi].mean()) for lo, hi in itertools.pairwise(EDGES)]
 
 
 def study(
@@ -101,7 +100,7 @@ def study(
     model = fresh(seed)
     curve = fit(model, batches(train, arm, seed), steps, 3e-3)
     loss, parts = by_context(model, held_out)
-    more |= {f"loss_{lo}_{hi}": part for lo, hi, part in zip(EDGES, EDGES[1:], parts, strict=False)}
+    more |= {f"loss_{lo}_{hi}": part for (lo, hi), part in zip(itertools.pairwise(EDGES), parts, strict=True)}
     return loss, more, curve
 
 

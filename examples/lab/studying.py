@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.files import write_file
+from unfreeze.kernels.rotary import rotary
+from unfreeze.models.blocks.attention import Attention
+from unfreeze.models.blocks.passes import PackedPass
 from unfreeze.models.decoder import Decoder
 from unfreeze.models.factory import from_config
 from unfreeze.models.from_shape import config_of, count_parameters
@@ -44,7 +48,7 @@ def arguments(about: str, arms: Sequence[str]) -> argparse.Namespace:
 
 
 def texts() -> tuple[Tensor, Tensor]:
-    """Bytes to train on and held-out bytes: Python's documentation of the language, every fifth topic held out."""
+    """Bytes of Python's documentation of the language: those to train on, and every fifth topic, held out."""
     whole = [topics[name].encode() for name in sorted(topics)]
     parts = [text for i, text in enumerate(whole) if i % 5], whole[::5]
     train, held_out = (torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in parts)
@@ -93,6 +97,28 @@ def each_loss(model: Decoder, batch: Batch) -> Tensor:
     """Nats of every position's next token, taught or not, [T]."""
     log_p_TV = model.logits(model.hidden(batch)).log_softmax(-1)
     return -log_p_TV.gather(1, batch.targets_T[:, None]).squeeze(1)
+
+
+def attend_eagerly(model: Decoder, rows: int, seen_SL: Tensor | None = None) -> None:
+    """Let every layer hold all scores of a batch of `rows` documents of one length, as eager attention does.
+
+    softmax(q kᵀ / √d + mask) v, softmax in float32. seen_SL: False at padding, which nobody sees: the mask
+    is the lowest finite number there, as transformers' is.
+    """
+
+    def mix(own: Attention, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, run: PackedPass) -> Tensor:
+        q_THd, k_TGd = (rotary(x, *run.tables(own.rope), own.pairs) for x in (q_THd, k_TGd))
+        q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q_THd, k_TGd, v_TGv))
+        length, least = q.shape[2], torch.finfo(q.dtype).min
+        hidden = ~torch.ones(length, length, dtype=torch.bool).tril()
+        if seen_SL is not None:
+            hidden = hidden | ~seen_SL[:, None, None, :]
+        score = q @ k.transpose(2, 3) * own.scale + torch.zeros(()).to(q).masked_fill(hidden, least)
+        share = score.float().softmax(-1).to(q.dtype)
+        return (share @ v).transpose(1, 2).flatten(0, 1).flatten(1)
+
+    for layer in model.layers:
+        layer.self_attn.mix = partial(mix, layer.self_attn)
 
 
 def gradient(model: Decoder, batch: Batch, loss: Callable[[Decoder, Batch], Tensor] = mean_loss) -> Tensor:
