@@ -1,5 +1,7 @@
 """[shape] in a file and as flags: further keys, halves of a new model, and the record of runs without one."""
 
+import json
+
 import pytest
 
 from unfreeze.config.parse import parse
@@ -37,6 +39,43 @@ def test_flags_say_the_same(tmp_path):
     config = read(tmp_path, 'tokenizer = "tok"\n[data]\nfiles = "b.txt"\n', *flags.split())
     assert (config.shape.family, config.shape.hidden_size) == ("llama", 32)
     assert parsed(config.shape.config) == {"head_dim": 16, "rope_theta": 1e5}
+
+
+WINDOW = {"at": "layers.*.self_attn", "part": "sliding_window", "window": 64}
+IN_A_LINE = 'parts = [{ at = "layers.*.self_attn", part = "sliding_window", window = 64 }]\n'
+IN_TABLES = '[[shape.parts]]\nat = "layers.*.self_attn"\npart = "sliding_window"\nwindow = 64\n'
+
+
+def test_parts_are_tables_of_a_list_tables_of_their_own_or_flags(tmp_path):
+    line = read(tmp_path, FILE.replace("[data]", f"{IN_A_LINE}[data]"))
+    tables = read(tmp_path, FILE + IN_TABLES)
+    flag = read(tmp_path, FILE, "--shape.parts", json.dumps(WINDOW))
+    assert line == tables == flag and line.shape.assembly == [WINDOW]
+    norm = {"at": "layers.*", "part": "deep_norm"}
+    two = read(tmp_path, FILE + IN_TABLES, "--shape.parts", json.dumps(WINDOW), json.dumps(norm))
+    assert two.shape.assembly == [WINDOW, norm]  # a flag stands above the file
+    assert read(tmp_path, FILE).shape.assembly == []
+
+
+@pytest.mark.parametrize("wrong", ['parts = "moba"\n', "parts = [3]\n", 'parts = ["[1]"]\n'])
+def test_what_is_no_part_is_one_line(tmp_path, wrong):
+    with pytest.raises(ConfigError, match="is not a part, such as") as error:
+        read(tmp_path, FILE.replace("[data]", f"{wrong}[data]"))
+    assert "\n" not in error.value.message
+
+
+def test_a_page_behind_help(tmp_path, capsys):
+    def asked(*arguments):
+        parse(Config, [*arguments], command="pretrain", description="", topics={"parts": lambda: "the page"})
+
+    with pytest.raises(SystemExit) as ended:
+        asked("--help", "parts")
+    assert ended.value.code == 0 and capsys.readouterr().out == "the page\n"
+    with pytest.raises(SystemExit):
+        asked("--help")
+    assert "--shape.family" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no page 'part'; nearest: 'parts'"):
+        asked("--help", "part")
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,15 @@ OTHERS = {  # other blocks: fused projections, norms behind parts, windows, head
         "num_attention_heads": 16,
     },
 }
+LLAMA = {**DENSE, "base_model_type": "llama", "vocab_size": 128256, "intermediate_size": 14336}
+OTHERS |= {
+    f"Llama-3.1-8B with {part}": {
+        **LLAMA,
+        "model_type": "unfreeze_parts",
+        "parts": [{"at": "layers.*", "part": part}],
+    }
+    for part in ("sandwich_norm", "branch_norm", "post_norm", "deep_norm")
+}
 CASES = [
     *(
         (name, tokens, recompute)

@@ -119,6 +119,11 @@ def refuse_too_large(manifest: Manifest) -> None:
     from unfreeze.parallel.machine import hardware
 
     models.shape(manifest.config)  # refuses an unknown family before counting
+    if (kind := manifest.config.get("model_type")) in models.ONLY_HERE:
+        raise ConfigError(
+            f"transformers has no models of type {kind}, so there is nothing to compare with",
+            next="bisect a model of the family itself, without parts of its own",
+        )
     weights = count_weights(manifest.by_model_name(), manifest.scheme())
     needed, free = 2 * 4 * weights, hardware("cpu").available
     if needed > free:

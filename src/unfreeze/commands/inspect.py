@@ -174,6 +174,8 @@ def _family(config: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[str], 
         "experts_per_token": shape.experts_per_token,
         "moe_layers": sum(shape.is_moe(layer) for layer in range(shape.num_layers)),
     }
+    if shape.parts:
+        facts["parts"] = list(dict.fromkeys(part.name for part in shape.parts))
     if shape.moe is not None and shape.moe.passes > 1:
         facts["expert_passes"] = shape.moe.passes
     return facts, lambda name: any(re.fullmatch(pattern, name) for pattern in models.ignored(shape))
@@ -308,14 +310,15 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     say(facts["path"], style="bold")
     layers = "layers" if facts["moe_layers"] is None else f"layers, {facts['moe_layers']} of them"
     passes = f" in each of {facts['expert_passes']} passes" if "expert_passes" in facts else ""
+    parts = f" with {', '.join(facts['parts'])}" if "parts" in facts else ""
     experts = (
         f" {layers} with {facts['experts']} experts (top-{facts['experts_per_token']}{passes})"
         if facts["experts"]
         else " layers"
     )
     say(
-        f"{facts['model_type']} (family {facts['family']}): {_number(facts['layers'])}{experts}, hidden"
-        f" {_number(facts['hidden_size'])}, {facts['attention'] or 'attention unknown'}, vocabulary"
+        f"{facts['model_type']}{parts} (family {facts['family']}): {_number(facts['layers'])}{experts},"
+        f" hidden {_number(facts['hidden_size'])}, {facts['attention'] or 'attention unknown'}, vocabulary"
         f" {_number(facts['vocabulary'])}, {_number(facts['max_positions'])} positions"
         f"{' (' + facts['rope'] + ')' if facts['rope'] else ''}"
     )

@@ -176,7 +176,7 @@ def _experts(manifest: Manifest) -> int:
     try:
         return models.shape(manifest.config).num_experts
     except CheckpointError:
-        if manifest.config.get("model_type") in models.FAMILIES:
+        if manifest.config.get("model_type") in models.FAMILIES.keys() | models.ONLY_HERE:
             raise  # a family that is known, with a field that is not
         return 0
 

@@ -16,6 +16,7 @@ from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.models.layer_types import FULL
+from unfreeze.models.parts import ASSEMBLED
 from unfreeze.models.shape import Shape
 
 SHARED = 64
@@ -51,6 +52,11 @@ SAME = (
 def family_of(manifest: Manifest) -> Mixture:
     """The mixture of a dense checkpoint. Raises ConfigError for a family without one, with the list."""
     model_type = str(manifest.config.get("model_type"))
+    if model_type == ASSEMBLED:
+        raise ConfigError(
+            f"{manifest.path} has other parts than its family's, which a mixture would not keep",
+            next="upcycle first, then give the mixture its parts: unfreeze swap",
+        )
     if model_type not in OF_DENSE:
         raise ConfigError(
             f"{manifest.path} is a {model_type}, which has no mixture here; known: {KNOWN}",

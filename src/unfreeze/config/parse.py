@@ -130,15 +130,16 @@ def parse(
 
 def _page(arguments: Sequence[str], topics: Mapping[str, Callable[[], str]], command: str) -> str:
     """The page that follows --help; "" if none does. Raises ConfigError for a word that is no page."""
-    words = arguments[arguments.index("--help") + 1 :][:1] if "--help" in arguments else []
-    if not topics or not words or words[0].startswith("-"):
+    behind = arguments[arguments.index("--help") + 1 :] if "--help" in arguments else ()
+    word = behind[0] if behind else ""
+    if not topics or not word or word.startswith("-"):
         return ""
-    if words[0] not in topics:
+    if word not in topics:
         raise ConfigError(
-            f"unfreeze {command} --help has no page {words[0]!r}{nearest(words[0], topics)}",
+            f"unfreeze {command} --help has no page {word!r}{nearest(word, topics)}",
             next=" or ".join(f"unfreeze {command} --help {topic}" for topic in topics),
         )
-    return topics[words[0]]()
+    return topics[word]()
 
 
 def _note(renamed: Sequence[str]) -> None:

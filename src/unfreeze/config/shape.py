@@ -90,7 +90,10 @@ class Shape(Frozen):
 
     family: str = Field(
         default="",
-        description="family of a new model: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, deepseek_v3, chain_of_experts",
+        description=(
+            "family of a new model: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, deepseek_v3,"
+            " chain_of_experts"
+        ),
         json_schema_extra=_shape(first=True),
     )
     num_hidden_layers: int = Field(default=4, ge=1, description="layers", json_schema_extra=_shape())

@@ -133,7 +133,7 @@ class Model:
     def __repr__(self) -> str:
         shape = self.decoder.shape
         return (
-            f"<unfreeze.Model {shape.model_type}: {shape.num_layers} layers, hidden size"
+            f"<unfreeze.Model {shape.kind}: {shape.num_layers} layers, hidden size"
             f" {shape.hidden_size}{shape.expert_words}, on {self.decoder.device}>"
         )
 

@@ -133,8 +133,9 @@ def config_of(
     """
     if family not in NEW:
         raise ConfigError(
-            f"shape.family {family!r} cannot be made new{nearest(family, NEW)}; there are: {', '.join(NEW)}",
-            next="for another family give a folder with config.json and tokenizer: --model DIR",
+            f"shape.family {family!r} cannot be made new{nearest(family, NEW)}",
+            next=f"{', '.join(NEW)} can; of another family give a folder with config.json and tokenizer:"
+            " --model DIR",
         )
     new, written = NEW[family], {name: of for name, of in sizes.items() if of is not None}
     _refuse_sizes(family, new, written, more)

@@ -11,13 +11,17 @@ from torch import Generator, Tensor
 
 from unfreeze.kernels.decode_step.program import Row
 from unfreeze.models.blocks.bytes import Block, Bytes
+from unfreeze.models.blocks.mlp import MLP, FusedMLP, PlainMLP
+from unfreeze.models.blocks.moe import ReadMoE
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
 from unfreeze.models.blocks.recording import Recording
 from unfreeze.models.blocks.routers import Router
 from unfreeze.models.layer import Layer
 
-INTO_VALUES = ("v_proj.weight", "o_proj.weight")
+Readable = MLP | FusedMLP | PlainMLP | ReadMoE
+"""What a norm can stand after: its `read` computes the output again in a recomputation."""
+INTO_VALUES = ("v_proj", "o_proj")
 """Matrices of attention that DeepNorm scales; those of q and k it leaves as they are."""
 
 
@@ -29,11 +33,13 @@ class NormedBranches(Layer):
     (arXiv:2501.00656, section 3.2).
     """
 
+    mlp: Readable
+
     def __init__(
         self,
         *,
         self_attn: Block,
-        mlp: Block,
+        mlp: Readable,
         before: tuple[RMSNorm, RMSNorm] | None,
         after: tuple[RMSNorm, RMSNorm],
         name: str = "self_attn",
@@ -84,11 +90,13 @@ class NormedSums(Layer):
     scaled by 1/sqrt(2 · layers). Source: arXiv:1706.03762; arXiv:2203.00555, figure 2.
     """
 
+    mlp: Readable
+
     def __init__(
         self,
         *,
         self_attn: Block,
-        mlp: Block,
+        mlp: Readable,
         norms: tuple[RMSNorm, RMSNorm],
         alpha: float,
         beta: float,
@@ -128,7 +136,7 @@ class NormedSums(Layer):
             for name, parameter in self.named_parameters()
             if id(parameter) not in routers
             and parameter.dim() >= 2
-            and (name.startswith("mlp.") or name.endswith(INTO_VALUES))
+            and (name.startswith("mlp.") or name.split(".")[-2] in INTO_VALUES)
         ]
         scale = self.beta * self.std
         return {

@@ -116,6 +116,12 @@ class Shape:
         return self.moe.intermediate_size if self.moe else 0
 
     @property
+    def kind(self) -> str:
+        """'llama', or with other parts than the family's 'llama with moba, deep_norm'."""
+        names = ", ".join(dict.fromkeys(part.name for part in self.parts))
+        return f"{self.model_type} with {names}" if names else self.model_type
+
+    @property
     def expert_words(self) -> str:
         """ ", 2 of 8 experts a token", and a chain's passes; "" if it has no experts."""
         if self.moe is None:

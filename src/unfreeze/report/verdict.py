@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from unfreeze.config.names import short_name
 from unfreeze.config.recipes import CONFIGS
@@ -109,7 +112,16 @@ def subject(run: RunFolder) -> str:
 def _model(run: RunFolder) -> str:
     """Name of the model; a new one has none, and its `model` is its tokenizer's folder."""
     family = run.config.get("shape.family")
-    return f"A new {family}" if family else Path(run.source("model")).name
+    return f"A new {family}{_parts(run)}" if family else Path(run.source("model")).name
+
+
+def _parts(run: RunFolder) -> str:
+    """ " with deep_norm, sliding_window": the parts of a new model; "" if it is as its family."""
+    names: dict[str, None] = {}
+    for text in cast(Sequence[object], run.config.get("shape.parts") or ()):
+        with suppress(ValueError, TypeError, KeyError):
+            names[str(json.loads(cast(str, text))["part"])] = None
+    return f" with {', '.join(names)}" if names else ""
 
 
 def _files(run: RunFolder) -> str:

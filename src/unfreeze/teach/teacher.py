@@ -121,7 +121,7 @@ class Asked(Second):
 
         source, manifest = self.opened
         size = decimal_bytes(manifest.nbytes + adapter_bytes(source.adapter))
-        kind = shape(manifest.config).model_type
+        kind = shape(manifest.config).kind
         if self._on_the_same(start):
             kind, size = "an adapter of the same base", decimal_bytes(adapter_bytes(source.adapter))
         return f"learns from: {self.name} ({kind}, {size}, frozen); {self.loss}"

@@ -155,7 +155,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Finding]:
     model = models.meta_model(shape, manifest, dtype_of(subject.config.memory.dtype))
     if subject.parts.new:
         words = count_parameters(model).words()
-        yield Finding("checkpoint", "ok", f"{shape.model_type}: a new model of {words}; no weights yet")
+        yield Finding("checkpoint", "ok", f"{shape.kind}: a new model of {words}; no weights yet")
         return
     buffers = model.state_dict(keep_vars=True).keys()
     wanted = [
@@ -172,7 +172,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Finding]:
     yield Finding(
         "checkpoint",
         "ok",
-        f"{shape.model_type}: {len(manifest.tensors):,} tensors, {format_bytes(manifest.nbytes)} in"
+        f"{shape.kind}: {len(manifest.tensors):,} tensors, {format_bytes(manifest.nbytes)} in"
         f" {len(manifest.files)} files cover each of {len(params):,} parameters exactly once{beside}",
     )
     carried = models.beside(manifest.config)

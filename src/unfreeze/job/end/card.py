@@ -20,6 +20,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.longer import Longer
 from unfreeze.core.schema import DataEvent
+from unfreeze.models import ONLY_HERE
 from unfreeze.models.longer import fields_of
 from unfreeze.models.wrappers import WRAPPERS
 from unfreeze.report.events import last
@@ -137,11 +138,11 @@ def card(
     model_type: str = "",
 ) -> str:
     """Text of README.md. It shows how to load the adapter in peft, not in other readers."""
-    identity = base_id or hub_id(base)
+    identity, alone = base_id or hub_id(base), model_type in ONLY_HERE
     name = identity or Path(base).name
     lines = ["---"]
     lines += [f"base_model: {identity}"] if identity else []
-    lines += ["library_name: peft"] if reader == "peft" else []
+    lines += ["library_name: peft"] if reader == "peft" and not alone else []
     lines += ["pipeline_tag: text-generation", *license_of(base_folder)]
     lines += ["tags:", "- lora", "- unfreeze", "---", ""]
     lines += [f"# {run.resolve().name if run else f'Adapter for {name}'}", ""]
@@ -151,15 +152,21 @@ def card(
     if reader != "peft":
         return "\n".join([*lines, f"The files have the layout of {reader}.", ""])
     lines += usage(name, model_type, adapter=ADAPTER)
-    lines += [PEFT] if has_experts else []
+    lines += [PEFT] if has_experts and not alone else []
     return "\n".join(lines)
 
 
 def usage(base: str, model_type: str, *, adapter: str = "") -> list[str]:
     """Section of a card on loading `base` in transformers, with an adapter in peft.
 
+    A model that only unfreeze has is loaded by it.
+
     transformers knows kimi_k2 only as DeepSeek-V3 and refuses the name.
     """
+    if model_type in ONLY_HERE:
+        words = f'"{adapter}" --base "{base}"' if adapter else f'"{base}"'
+        only = f"No other program has models of type {model_type}."
+        return ["## Use", "", "```bash", f"unfreeze chat {words}", "```", "", only, ""]
     # a wrapper around a text_config, with what it sees by
     names = "AutoModelForImageTextToText" if model_type in WRAPPERS else "AutoModelForCausalLM"
     load = [f'model = {names}.from_pretrained("{base}")']

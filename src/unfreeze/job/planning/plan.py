@@ -328,7 +328,7 @@ def start_lines(
         experts += f", from {layout.experts}{groups}{because}"
     name = "new" if trained.new else Path(config.model).name
     return [
-        f"model: {name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
+        f"model: {name}, {shape.kind}, {shape.num_layers} layers{experts}; {files}",
         f"memory: {taken} of {room}; disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
         f"trains: {what}; {tokens_words(config, plan.work.processes)} {config.OF_TOKENS}",
         *([f"positions: {shape.max_positions:,} ({start.longer})"] if start.longer else []),

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from unfreeze.core.errors import CheckpointError, nearest
 
@@ -246,7 +246,7 @@ def assembled(layer: Block, shape: Shape, index: int, make: Factory) -> Block:
     return layer
 
 
-def refuse(own: object, part: str, needs: str, at: At) -> None:
+def refuse(own: object, part: str, needs: str, at: At) -> NoReturn:
     """Raise the error for a part that cannot take the place of this module."""
     raise CheckpointError(
         f"parts: {part} takes the place of {needs}; {at.module} of a {at.shape.model_type} is"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from unfreeze.models.blocks.bytes import Block
-from unfreeze.models.blocks.mlp import MLP, FusedMLP, PlainMLP
 from unfreeze.models.blocks.moe import MoE, ReadMoE
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.layer import Layer
 from unfreeze.models.parts import At, refuse
-from unfreeze.models.placements import INTO_VALUES, NormedBranches, NormedSums
+from unfreeze.models.placements import INTO_VALUES, NormedBranches, NormedSums, Readable
 
 
 def pre_norm(own: Layer, at: At) -> Layer:
@@ -64,7 +63,7 @@ class _Inside(NamedTuple):
 
     name: str
     attention: Block
-    mlp: Block
+    mlp: Readable
     norms: dict[str, RMSNorm]
     kind: type[RMSNorm]
 
@@ -88,21 +87,18 @@ def _inside(own: Layer, part: str, at: At) -> _Inside:
     return _Inside(own._name, own.attention, _read(own.mlp, part, at), norms, kind)
 
 
-def _read(mlp: Block, part: str, at: At) -> Block:
+def _read(mlp: Block, part: str, at: At) -> Readable:
     """The MLP or the experts, in the form whose output is read by a norm (MLP.read, ReadMoE)."""
     if type(mlp) is MoE:
-        again = ReadMoE(mlp.layer, gate=mlp.gate, experts=mlp.experts, shared_experts=mlp.shared_experts)
-        return cast(Block, again)
-    if not isinstance(mlp, (MLP, FusedMLP, PlainMLP, ReadMoE)):
+        return ReadMoE(mlp.layer, gate=mlp.gate, experts=mlp.experts, shared_experts=mlp.shared_experts)
+    if not isinstance(mlp, Readable):
         refuse(mlp, part, "a layer with an MLP or plain experts", at)
     return mlp
 
 
 def _normed_sums(own: Layer, at: At, part: str, alpha: float, beta: float) -> NormedSums:
     inside = _inside(own, part, at)
-    if beta != 1 and not all(
-        any(name.endswith(end) for name, _ in inside.attention.named_parameters()) for end in INTO_VALUES
-    ):
+    if beta != 1 and not {name for name, _ in inside.attention.named_children()}.issuperset(INTO_VALUES):
         refuse(inside.attention, part, "a layer whose attention has v_proj and o_proj", at)
     return NormedSums(
         self_attn=inside.attention,
