@@ -6,8 +6,9 @@ seeds with differences d_s
     interval over seeds   mean d ± t(n - 1) · sd(d) / sqrt(n)              t: 97.5 % quantile of Student's t
 
 Where runs keep their losses by held-out row, a second interval says how far other rows would move it: with
-d_r the difference of row r, a mean over seeds, its standard error is ByRow.change's (evaluate/by_row.py). The
-interval that is shown covers both. Each interval holds alone in 95 of 100 studies; a study with many arms has
+d_r the difference of row r, a mean over seeds, its standard error is ByRow.change's (evaluate/by_row.py).
+validation_fraction holds other rows out for each seed: these are independent. The interval that is shown
+covers both. Each interval holds alone in 95 of 100 studies; a study with many arms has
 more chances to err.
 """
 
@@ -92,22 +93,31 @@ def over_seeds(gaps: Sequence[float]) -> Difference:
 
 
 def over_rows(first: Sequence[Any], other: Sequence[Any]) -> Difference | None:
-    """Mean and interval over held-out rows; a run's rows are [sums, counts]. None if rows differ."""
+    """Mean and interval over held-out rows. A run's rows are [sums, counts]; one run per seed.
+
+    If every seed holds out the same rows, each row's difference is its mean over seeds; else the seeds' rows
+    are independent draws. None if two arms have other rows in a seed.
+    """
     import numpy as np
 
-    sums_SR, counts_SR = (np.array([run[i] for run in first], dtype=float) for i in (0, 1))
-    others_SR, theirs_SR = (np.array([run[i] for run in other], dtype=float) for i in (0, 1))
-    if counts_SR.shape != theirs_SR.shape or not np.array_equal(counts_SR, theirs_SR):
+    seeds = [np.array([*a, b[0]], dtype=float) for a, b in zip(first, other, strict=True) if a[1] == b[1]]
+    if len(seeds) < len(first) or any((rows[1] > 0).sum() < 2 for rows in seeds):
         return None
-    if (counts_SR != counts_SR[0]).any() or counts_SR.shape[1] < 2:
-        return None
-    held = counts_SR[0] > 0
-    gap_R, count_R = (others_SR - sums_SR).mean(0)[held], counts_SR[0][held]
-    mean, rows = float(gap_R.sum() / count_R.sum()), len(count_R)
-    if rows < 2:
-        return None
-    spread = float(np.square(gap_R - mean * count_R).sum()) * rows / (rows - 1)
-    reach = t_quantile(rows - 1) * math.sqrt(spread) / float(count_R.sum())
+    if all(np.array_equal(rows[1], seeds[0][1]) for rows in seeds):
+        seeds = [np.mean(seeds, axis=0)]
+    means: list[float] = []
+    variances: list[float] = []
+    degrees = 0
+    for sums_R, counts_R, others_R in seeds:
+        held = counts_R > 0
+        gap_R, count_R = (others_R - sums_R)[held], counts_R[held]
+        mean, rows = float(gap_R.sum() / count_R.sum()), len(count_R)
+        spread = float(np.square(gap_R - mean * count_R).sum()) * rows / (rows - 1)
+        means.append(mean)
+        variances.append(spread / float(count_R.sum()) ** 2)
+        degrees += rows - 1
+    mean = math.fsum(means) / len(means)
+    reach = t_quantile(degrees) * math.sqrt(math.fsum(variances)) / len(means)
     return Difference(mean, mean - reach, mean + reach, "rows")
 
 
@@ -119,10 +129,7 @@ def difference(first: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, 
     seeds = over_seeds([b - a for a, b in pairs])
     if not all(run.get("rows") for run in (*first, *other)):
         return seeds
-    try:
-        rows = over_rows([run["rows"] for run in first], [run["rows"] for run in other])
-    except ValueError:  # other numbers of rows
-        rows = None
+    rows = over_rows([run["rows"] for run in first], [run["rows"] for run in other])
     if rows is None:
         return seeds
     return Difference(seeds.mean, min(seeds.low, rows.low), max(seeds.high, rows.high), "seeds and rows")
