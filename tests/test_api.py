@@ -296,3 +296,45 @@ def test_the_package_lists_its_public_nouns_alone():
     """Not the rooms that happen to be imported, nor what the package imports for itself."""
     assert dir(unfreeze) == sorted(unfreeze.__all__) and "PackageNotFoundError" not in dir(unfreeze)
     assert all(hasattr(unfreeze, name) for name in dir(unfreeze))
+
+
+def test_swap_returns_a_model_that_the_loop_of_the_example_trains(tmp_path):
+    """examples/sft_loop.py with a swapped model in place of the loaded one: adapters learn, the base stays."""
+    import torch
+
+    from unfreeze.adapters import LoraConfig, attach
+    from unfreeze.core.batch import Batch
+    from unfreeze.objectives.cross_entropy import cross_entropy
+    from unfreeze.train.optim import AdamW
+
+    base = unfreeze.load(TINY_K2, dtype="float32")
+    model = unfreeze.swap(base, "layers.*.self_attn", "full")
+    assert type(model) is type(base)
+    assert model.chat("Hello.", max_new_tokens=2) == base.chat("Hello.", max_new_tokens=2)
+    frozen = {name: value.clone() for name, value in model.decoder.state_dict().items()}
+    attach(model.decoder, LoraConfig(rank=2), 0)
+    optimizer, losses = AdamW(model.decoder), []
+    tokens = torch.tensor(model.encode_chat("What is the capital of France?") * 4)
+    batch = Batch(
+        tokens, tokens.roll(-1), torch.ones(len(tokens)), torch.arange(len(tokens)), torch.tensor([0])
+    )
+    for _ in range(3):
+        loss = cross_entropy(model.decoder.hidden(batch), model.decoder.lm_head, batch)
+        optimizer.zero_grad()
+        (loss.sum / len(tokens)).backward()
+        optimizer.collect()
+        optimizer.update(1e-2, 1.0)
+        losses.append(float(loss.sum.detach()))
+    assert losses[-1] < losses[0]
+    after = model.decoder.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in frozen.items())
+    with pytest.raises(ConfigError, match="has adapters"):
+        unfreeze.swap(whole_run(tmp_path), "layers.*.self_attn", "full")
+
+
+def whole_run(folder):
+    """A run's folder with an adapter."""
+    folder.joinpath("resolved_config.json").write_text(json.dumps({"model": str(TINY_K2)}))
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    return folder

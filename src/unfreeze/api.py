@@ -295,13 +295,15 @@ def swap(
     fit.
     """
     from unfreeze.compress.swap_model import swapped
-    from unfreeze.compress.swapped import Wish
+    from unfreeze.compress.swapped import Wish, refuse_adapters
     from unfreeze.generate.model import Model, load
 
     wish = Wish(at, part, options, init, seed)
     if isinstance(model, Model):
         return swapped(model, wish)
-    return swapped(load(model.path if isinstance(model, FinishedRun) else model), wish, keep=False)
+    folder = Path(model.path if isinstance(model, FinishedRun) else model).expanduser()
+    refuse_adapters(folder)
+    return swapped(load(folder if folder.exists() else str(model)), wish, keep=False)
 
 
 def prepare(

@@ -12,7 +12,13 @@ from blocks import PAGES, blocks_of, commands_of, lay_out
 from benchmarks.golden import make_models
 from unfreeze.commands.demo import TINY_K2
 
-DENSE = ("every_weight", "long_context", "optimizers", "pretrain")  # pages whose MODEL has plain weights
+DENSE = (
+    "every_weight",
+    "long_context",
+    "optimizers",
+    "pretrain",
+    "swap",
+)  # pages whose MODEL has plain weights
 RUN = ["sft", "--model", "MODEL", "--data", "chat.jsonl", "--steps", "2", "--quiet", "--threads", "1"]
 
 

@@ -109,11 +109,9 @@ def check_folders(config: Config) -> None:
         raise ConfigError(
             f"{folder} is a training run, not a checkpoint", next=f"swap its model: {folder / 'model'}"
         )
-    if (folder / RESOLVED).is_file() or (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{folder} has adapters, which belong to the parts that its model has now",
-            next=f"unfreeze merge {folder} --to bf16 --out DIR, then swap DIR",
-        )
+    from unfreeze.compress.swapped import refuse_adapters
+
+    refuse_adapters(folder)
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:

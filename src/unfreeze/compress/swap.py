@@ -100,7 +100,7 @@ def left_on_disk(manifest: Manifest, before: Decoder, after: Decoder, change: Di
     dropped = stored(change.dropped, before)
     gone = dropped | stored(before.state_dict().keys() & set(change.drawn), before)
     held = {name.rpartition(".")[0] for name in stored(after.state_dict(), after)}
-    # a packed weight's extras, such as weight_shape, go with its module
+    # what else a file has beside a packed weight goes with its module
     modules = {name.rpartition(".")[0] for name in dropped} - held
     return gone | {name for name in disk if name.rpartition(".")[0] in modules}
 

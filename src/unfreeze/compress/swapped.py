@@ -1,4 +1,4 @@
-"""What a swap changes: a part takes the place of another in a model, and the rest stays.
+"""A swap: a part takes the place of another in a model, and the rest stays.
 
 The model is built twice without values, with and without the new entry of `parts` (models/parts). A parameter
 outside the replaced modules is in both. Inside them a parameter that the part still has, by name, is copied;
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from unfreeze import models
 from unfreeze.compress.draws import generator_of
 from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.core.events import RESOLVED
+from unfreeze.generate.source import ADAPTER_CONFIG
 from unfreeze.models.blocks.linear import PackedHolder
 from unfreeze.models.blocks.norm import LayerNorm, RMSNorm
 from unfreeze.models.decoder import Decoder
@@ -103,6 +106,16 @@ def shape_with(before: Decoder, wish: Wish) -> Shape:
             next=f"one swap for each; the first: {first}",
         )
     return shape
+
+
+def refuse_adapters(folder: Path) -> None:
+    """Raise ConfigError for an adapter's folder, and for a run that has adapters, in place of a model."""
+    whole = (folder / "config.json").is_file() or (folder / "model" / "config.json").is_file()
+    if not whole and ((folder / RESOLVED).is_file() or (folder / ADAPTER_CONFIG).is_file()):
+        raise ConfigError(
+            f"{folder} has adapters, which belong to the parts that its model has now",
+            next=f"unfreeze merge {folder} --to bf16 --out DIR, then swap DIR",
+        )
 
 
 def config_with(config: Mapping[str, Any], wish: Wish) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from unfreeze.models.parts import At, refuse
 
 def full(own: Attending | MLA, at: At) -> Attending | MLA:
     """The same attention without a window; MLA has none."""
-    if type(own) in (MLA, UnrotatedMLA):
-        return own
-    if not isinstance(own, Attending):
+    if isinstance(own, Attending):
+        _without_blocks(own)
+        own.mask = CAUSAL
+    elif type(own) not in (MLA, UnrotatedMLA):
         refuse(own, "full", "an attention with queries, keys and values", at)
-    own.mask = CAUSAL
     return own
 
 
@@ -22,8 +22,15 @@ def sliding_window(own: Attending, at: At, *, window: int) -> Attending:
     """The same attention to the last `window` tokens."""
     if not isinstance(own, Attending):
         refuse(own, "sliding_window", "an attention with queries, keys and values", at)
+    _without_blocks(own)
     own.mask = Mask(window=window)
     return own
+
+
+def _without_blocks(own: Attending) -> None:
+    """Take off the choice of blocks that an earlier part (MoBA) made of it."""
+    if own._modules.pop("blocks", None) is not None:
+        own.__dict__["blocks"] = None
 
 
 def qk_norm(own: Attention, at: At) -> Attention:
