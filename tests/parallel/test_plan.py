@@ -18,7 +18,7 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DoesNotFit
 from unfreeze.core.layout import RESIDENT
 from unfreeze.core.process import COMPILED
-from unfreeze.kernels import expert_mlp, linear_cross_entropy, sparse_attention
+from unfreeze.kernels import expert_mlp, linear_cross_entropy, moba, sparse_attention
 from unfreeze.kernels.attention import workspace
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.expert_mlp import loop_cpu, release_scratch, scratch_bytes
@@ -44,6 +44,7 @@ from unfreeze.parallel.plan import (
     replanned,
     what_fits,
 )
+from unfreeze.parallel.plan.counts import counts
 from unfreeze.parallel.plan.sampling import Rollout
 from unfreeze.parallel.plan.seconds import Seconds
 from unfreeze.quant.int4 import Int4
@@ -345,6 +346,37 @@ def test_so_is_that_of_sparse_attention(shared, recompute, live, monkeypatch):
         config |= {"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"]}
     monkeypatch.setattr(sparse_attention, "heads_at_once", lambda length: 1)  # as at 64 K tokens
     assert 1 <= predicted(config, torch.bfloat16, recompute, live, monkeypatch, documents=2) < 1.2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "recompute"), [(torch.bfloat16, "layers"), (torch.float32, "selective")]
+)
+def test_so_is_that_of_a_mixture_of_blocks(dtype, recompute, live, monkeypatch):
+    """Documents of 1,024 tokens, of which a head sees four blocks of 32; units as small as at 64 K tokens."""
+    monkeypatch.setattr(moba.attention, "SCORE_BYTES", 1 << 18)
+    config = CONFIGS["llama"] | BLOCKS
+    assert 0.9 < predicted(config, dtype, recompute, live, monkeypatch, documents=2) < 1.15
+
+
+def test_chosen_blocks_stay_until_backward():
+    """Two layers; of each of 100 tokens four heads choose three earlier blocks, int32."""
+    shape = models.shape(CONFIGS["llama"] | BLOCKS | {"num_hidden_layers": 2})
+    model = models.build(shape, dtype=torch.bfloat16, device="meta")
+    sizes = measure_sizes(model, None)
+    one = 4 * shape.num_heads * 3
+    assert sizes.blocks == ((128, one), (128, one))
+    for recomputed in (True, False):
+        assert sizes.chosen_keys(100, 129, recomputed=recomputed) == 100 * 2 * one
+        assert sizes.chosen_keys(100, 128, recomputed=recomputed) == 0
+    # a token pairs with no more tokens than its blocks have
+    assert counts(model).windows == ((128, counts(model).attention),)
+
+
+BLOCKS = {
+    "model_type": "unfreeze_parts",
+    "base_model_type": "llama",
+    "parts": [{"at": "layers.*.self_attn", "part": "moba", "block": 32, "chosen": 4}],
+}
 
 
 def test_chosen_keys_that_later_layers_use_stay_until_backward():

@@ -1,5 +1,5 @@
-"""Models whose attention is a mixture of blocks: full attention where all blocks are seen, documents apart, nothing from
-the future, recomputation to the bit, a gate that learns, and what the part refuses."""
+"""A model of blocks: full attention where all are seen, documents apart, nothing from the future, the same bits when
+recomputed, a gate that learns, and what the part refuses."""
 
 import copy
 
@@ -11,10 +11,9 @@ from moba_case import FAMILIES, GATES, built, config, moba
 from unfreeze import models
 from unfreeze.core.errors import CheckpointError
 from unfreeze.core.taps import Tap
-from unfreeze.kernels.moba import block_mass
 from unfreeze.models.blocks.moba import LowRankGate, MeanGate
 from unfreeze.models.blocks.taps import Taps
-from unfreeze.models.indexers import indexers, train_indexers, trained_indexers
+from unfreeze.models.indexers import indexers, mixtures_of_blocks, train_indexers, trained_indexers
 from unfreeze.objectives.following import Following
 
 LENGTHS = (40, 7, 70, 24, 33)  # two of at most 24 = chosen · block
@@ -159,63 +158,6 @@ def test_the_gates_loss_reaches_the_gates_alone_whatever_is_recomputed(policy):
     assert all(torch.equal(theirs[name], own[name]) for name in own if "indexer" in name)
 
 
-def recall(model, given):
-    """Share of the best two earlier blocks by attention's mass that each gate chooses: of layers, heads, tokens."""
-    found = []
-    for layer, gate in gates(model):
-        taps = Taps([Tap(layer, "q"), Tap(layer, "k")])
-        with torch.no_grad():
-            model.hidden(batch_of(given), taps=taps)
-            q, k = taps.found[Tap(layer, "q")], taps.found[Tap(layer, "k")]
-            run_entries = entries(model, given)
-            first_E = run_entries.first_E
-            e = gate.summary(k[first_E[:, None] + torch.arange(8)])
-            gate_q = gate.queries(q)
-            for tokens, blocks, p_nHe in block_mass(q, k, 0.25, run_entries):
-                scores = torch.einsum(
-                    "nhr,ehr->nhe", gate_q[tokens].float(), e[blocks].repeat_interleave(2, 1).float()
-                )
-                scores = scores.masked_fill(p_nHe == 0, -torch.inf)
-                best, mine = p_nHe.topk(2).indices, scores.topk(2).indices
-                found.append((best[..., None] == mine[..., None, :]).any(-1).float().mean(-1).flatten())
-    return float(torch.cat(found).mean())
-
-
-def gates(model):
-    from unfreeze.models.indexers import mixtures_of_blocks
-
-    return [(layer, part.indexer) for layer, part in mixtures_of_blocks(model).items()]
-
-
-def entries(model, given):
-    from unfreeze.kernels.compressed import Entries
-
-    starts = torch.tensor([0, *map(len, given[:-1])]).cumsum(0).tolist()
-    return Entries.build(starts, sum(map(len, given)), 8, "cpu")
-
-
-def test_a_trained_gate_finds_more_of_attentions_mass_than_the_means():
-    """On documents that it has not seen. Attention is that of a random model, fixed."""
-    generator = torch.Generator().manual_seed(5)
-    fresh = [torch.randint(1, 97, (72,), generator=generator).tolist() for _ in range(24)]
-    model = built("llama", moba(gate="low_rank", rank=8, chosen=3))
-    mean = built("llama", moba(chosen=3))
-    mean.load_state_dict(model.state_dict(), strict=False)
-    train_indexers(model)
-    before = recall(model, fresh[:4])
-    weights = [parameter for _, gate in gates(model) for parameter in gate.parameters()]
-    adam = torch.optim.Adam(weights, lr=1e-2)
-    for step in range(60):
-        taps = Taps([Tap(layer, "divergence") for layer in (0, 1)])
-        at = 4 + 4 * (step % 5)
-        model.hidden(batch_of(fresh[at : at + 4]), taps=taps)
-        adam.zero_grad()
-        torch.stack([found.mean() for found in taps.found.values()]).sum().backward()
-        adam.step()
-    after, of_means = recall(model, fresh[:4]), recall(mean, fresh[:4])
-    assert after >= of_means and after > before
-
-
 def test_following_reports_the_gates_divergence():
     """The objective of a run whose gates train (training.indexer)."""
     from unfreeze.objectives.cross_entropy import cross_entropy
@@ -239,6 +181,7 @@ def test_following_reports_the_gates_divergence():
 def test_an_attention_that_cannot_choose_is_refused_in_one_line(fields, says):
     latent = {"q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4}
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+    experts |= {"num_key_value_heads": 4, "head_dim": 8}
     with pytest.raises(CheckpointError, match=says):
         built("llama", moba(), **{**latent, **experts, **fields})
 
@@ -247,6 +190,10 @@ def test_an_attention_that_cannot_choose_is_refused_in_one_line(fields, says):
 def test_an_option_that_cannot_be_is_refused(options):
     with pytest.raises(CheckpointError, match=f"moba(.| has no option '){next(iter(options))}"):
         models.shape(config("llama", moba(**options)))
+
+
+def gates(model):
+    return [(layer, part.indexer) for layer, part in mixtures_of_blocks(model).items()]
 
 
 def test_gates_are_of_the_class_that_was_asked_for():

@@ -69,18 +69,17 @@ def scratch_bytes(
 ) -> int:
     """Bytes that backward adds to what attention holds, for documents of `length` among `tokens`.
 
-    sizes: H, G, d, v. Of the unit at work, in float32: q, o and do, and dq of each pair; k, v, dk and dv; of
-    a pair three int64. And of a product three times its scores, its queries and their gradients.
+    sizes: H, G, d, v. Of the unit at work, in float32: q, o, do, dq of each pair and their sum twice; k and
+    v, their gradients, and these by tokens; of a pair three int64. And what a product holds.
     """
     heads, groups, d, v = sizes
     of = _Sizes(block, chosen, heads // groups, groups, max(d, v))
     documents, some = of.at_once(length)
     documents = min(documents, max(1, tokens // length))
     rows = documents * some * length * of.rep
-    of_rows = rows * (4 * (d + 2 * v + chosen * d) + 24 * chosen)
-    of_keys = 4 * documents * some * length * 2 * (d + v)
-    product = min(SCORE_BYTES, 4 * rows * chosen * block)
-    return of_rows + of_keys + 3 * product + product // block * 2 * (d + v)
+    of_rows = rows * (4 * (3 * d + 2 * v + chosen * d) + 24 * chosen)
+    of_keys = 4 * documents * some * length * 3 * (d + v)
+    return of_rows + of_keys + of.pairs_at_once(rows * chosen) * of.pair_bytes
 
 
 class _Sizes(NamedTuple):
@@ -97,6 +96,15 @@ class _Sizes(NamedTuple):
         of_head = 4 * length * self.rep * self.each * self.width
         groups = max(1, min(self.groups, SCORE_BYTES // of_head))
         return max(1, SCORE_BYTES // (of_head * self.groups)), groups
+
+    @property
+    def pair_bytes(self) -> int:
+        """Of a pair in a product's backward, float32: its scores three times, q, dq, do and one more."""
+        return 4 * (3 * self.block + 4 * self.width)
+
+    def pairs_at_once(self, pairs: int) -> int:
+        """Pairs of a product: half of a unit's, if they fit in SCORE_BYTES."""
+        return max(1, min(SCORE_BYTES // self.pair_bytes, pairs // 2))
 
 
 class _Unit(NamedTuple):
@@ -212,7 +220,7 @@ def _products(unit: _Unit, chosen_THC: Tensor, sizes: _Sizes) -> Iterator[_Produ
     counts = number_P.bincount(minlength=blocks + 1)[:blocks].tolist()  # on the host: sizes of products
     place_R = unit.place_N[:, None].expand(len(unit.first_GN1), -1, rep).flatten()
     inside_B = torch.arange(B, device=device)
-    for blocks_, begins, numbers in _together(counts, B):
+    for blocks_, begins, numbers in _together(counts, sizes.pairs_at_once(len(number_P))):
         longest = max(numbers)
         at_Zn = torch.tensor(begins, device=device)[:, None] + torch.arange(longest, device=device)
         filled_Zn = torch.arange(longest, device=device) >= torch.tensor(numbers, device=device)[:, None]
@@ -224,12 +232,12 @@ def _products(unit: _Unit, chosen_THC: Tensor, sizes: _Sizes) -> Iterator[_Produ
         yield _Product(blocks_Z, pairs_Zn, rows_Zn, hidden_ZnB)
 
 
-def _together(counts: list[int], block: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """Blocks of about as many pairs whose scores fit in SCORE_BYTES: (blocks, first pair, pairs) of each.
+def _together(counts: list[int], most: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """Blocks of about as many pairs, at most `most` in all: (blocks, first pair, pairs) of each product.
 
-    A block with more pairs than fit comes several times, but once in a product.
+    A block with more pairs comes several times, but once in a product.
     """
-    most, pieces, begin = max(1, SCORE_BYTES // (4 * block)), [], 0
+    pieces, begin = [], 0
     for number, count in enumerate(counts):
         pieces += [(min(most, count - at), begin + at, number) for at in range(0, count, most)]
         begin += count
@@ -274,27 +282,35 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """o [L, H, v] and the log-sum-exp of each query's scores [L, H]; L: the tokens of longer documents."""
     wide = torch.promote_types(q_THd.dtype, torch.float32)
-    tokens, each = of.units[-1].out.stop, of.sizes.each
+    tokens = of.units[-1].out.stop
     o = q_THd.new_empty((tokens, q_THd.shape[1], v_TGv.shape[-1]))
     lse = q_THd.new_empty((tokens, q_THd.shape[1]), dtype=wide)
     for unit in of.units:
-        q_Rd = _with_none(unit.rows(q_THd, unit.heads, wide))
-        k_Kd, v_Kv = unit.rows(k_TGd, unit.groups, wide), unit.rows(v_TGv, unit.groups, wide)
-        pairs = (len(q_Rd) - 1) * each
-        o_Pv, lse_P = v_Kv.new_zeros((pairs + 1, v_Kv.shape[1])), v_Kv.new_full((pairs + 1,), -torch.inf)
-        for product in _products(unit, chosen_THC, of.sizes):
-            keys_ZB = unit.keys_WB[product.blocks_Z]
-            c_ZnB = _scores(q_Rd[product.rows_Zn], k_Kd[keys_ZB], product, of.scale)
-            lse_Zn = c_ZnB.logsumexp(-1)
-            o_Pv[product.pairs_Zn] = c_ZnB.sub_(lse_Zn[..., None]).exp_() @ v_Kv[keys_ZB]
-            lse_P[product.pairs_Zn] = lse_Zn
-        lse_RC = lse_P[:pairs].view(-1, each)
-        lse_R1 = lse_RC.logsumexp(-1, keepdim=True)
-        share_R1C = (lse_RC - lse_R1).exp_()[:, None]
-        o_Rv = (share_R1C @ o_Pv[:pairs].view(-1, each, o_Pv.shape[1]))[:, 0]
-        o[unit.out, unit.heads] = unit.tokens(o_Rv).to(o.dtype)
-        lse[unit.out, unit.heads] = unit.tokens(lse_R1)[..., 0]
+        o_, lse_ = _of_unit(q_THd, k_TGd, v_TGv, chosen_THC, of, unit)
+        o[unit.out, unit.heads], lse[unit.out, unit.heads] = o_.to(o.dtype), lse_
     return o, lse
+
+
+def _of_unit(
+    q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, chosen_THC: Tensor, of: _Of, unit: _Unit
+) -> tuple[Tensor, Tensor]:
+    """o [N, H, v] and lse [N, H] of a unit's tokens and heads."""
+    wide, each = torch.promote_types(q_THd.dtype, torch.float32), of.sizes.each
+    q_Rd = _with_none(unit.rows(q_THd, unit.heads, wide))
+    k_Kd, v_Kv = unit.rows(k_TGd, unit.groups, wide), unit.rows(v_TGv, unit.groups, wide)
+    pairs = (len(q_Rd) - 1) * each
+    o_Pv, lse_P = v_Kv.new_zeros((pairs + 1, v_Kv.shape[1])), v_Kv.new_full((pairs + 1,), -torch.inf)
+    for product in _products(unit, chosen_THC, of.sizes):
+        keys_ZB = unit.keys_WB[product.blocks_Z]
+        c_ZnB = _scores(q_Rd[product.rows_Zn], k_Kd[keys_ZB], product, of.scale)
+        lse_Zn = c_ZnB.logsumexp(-1)
+        o_Pv[product.pairs_Zn] = c_ZnB.sub_(lse_Zn[..., None]).exp_() @ v_Kv[keys_ZB]
+        lse_P[product.pairs_Zn] = lse_Zn
+    lse_RC = lse_P[:pairs].view(-1, each)
+    lse_R1 = lse_RC.logsumexp(-1, keepdim=True)
+    share_R1C = (lse_RC - lse_R1).exp_()[:, None]
+    o_Rv = (share_R1C @ o_Pv[:pairs].view(-1, each, o_Pv.shape[1]))[:, 0]
+    return unit.tokens(o_Rv), unit.tokens(lse_R1)[..., 0]
 
 
 def _backward(
@@ -308,31 +324,40 @@ def _backward(
     of: _Of,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k and v."""
-    wide, each, block = lse.dtype, of.sizes.each, of.sizes.block
     dq, dk, dv = (torch.zeros_like(x) for x in (q_THd, k_TGd, v_TGv))
-    for unit in of.units:
-        q_Rd = _with_none(unit.rows(q_THd, unit.heads, wide))
-        k_Kd, v_Kv = unit.rows(k_TGd, unit.groups, wide), unit.rows(v_TGv, unit.groups, wide)
-        do_Rv, o_Rv, lse_R1 = (
-            _with_none(unit.sorted(x[unit.out, unit.heads].to(wide))) for x in (grad, o, lse[..., None])
-        )
-        delta_R1 = (do_Rv * o_Rv).sum(-1, keepdim=True)
-        pairs, blocks = (len(q_Rd) - 1) * each, len(unit.begin_W)
-        dq_Pd = q_Rd.new_empty((pairs + 1, q_Rd.shape[1])).fill_(0)
-        dk_WBd, dv_WBv = (x.new_zeros((blocks, block, x.shape[1])) for x in (k_Kd, v_Kv))
-        for product in _products(unit, chosen_THC, of.sizes):
-            keys_ZB, rows_Zn, blocks_Z = unit.keys_WB[product.blocks_Z], product.rows_Zn, product.blocks_Z
-            q, do, k = q_Rd[rows_Zn], do_Rv[rows_Zn], k_Kd[keys_ZB]
-            P_ZnB = _scores(q, k, product, of.scale).sub_(lse_R1[rows_Zn]).exp_()
-            dc_ZnB = (do @ v_Kv[keys_ZB].mT).sub_(delta_R1[rows_Zn]).mul_(P_ZnB).mul_(of.scale)
-            dq_Pd[product.pairs_Zn] = dc_ZnB @ k
-            dk_WBd[blocks_Z] += dc_ZnB.mT @ q  # a block is in a product once
-            dv_WBv[blocks_Z] += P_ZnB.mT @ do
-        dq_Rd = dq_Pd[:pairs].view(-1, each, dq_Pd.shape[1]).sum(1)
-        dq[unit.rows_N, unit.heads] = unit.tokens(dq_Rd).to(dq.dtype)
-        dk[unit.rows_N, unit.groups] = unit.of_keys(dk_WBd).to(dk.dtype)
-        dv[unit.rows_N, unit.groups] = unit.of_keys(dv_WBv).to(dv.dtype)
+    saved = q_THd, k_TGd, v_TGv, chosen_THC, o, lse
+    for unit in of.units:  # in a function: what one unit needs is gone before the next
+        dq_, dk_, dv_ = _backward_of_unit(grad, saved, of, unit)
+        dq[unit.rows_N, unit.heads] = dq_.to(dq.dtype)
+        dk[unit.rows_N, unit.groups], dv[unit.rows_N, unit.groups] = dk_.to(dk.dtype), dv_.to(dv.dtype)
     return dq, dk, dv
+
+
+def _backward_of_unit(
+    grad: Tensor, saved: tuple[Tensor, ...], of: _Of, unit: _Unit
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of its queries [N, H, d], keys [N, G, d] and values [N, G, v]."""
+    q_THd, k_TGd, v_TGv, chosen_THC, o, lse = saved
+    wide, each, block = lse.dtype, of.sizes.each, of.sizes.block
+    q_Rd = _with_none(unit.rows(q_THd, unit.heads, wide))
+    k_Kd, v_Kv = unit.rows(k_TGd, unit.groups, wide), unit.rows(v_TGv, unit.groups, wide)
+    do_Rv, o_Rv, lse_R1 = (
+        _with_none(unit.sorted(x[unit.out, unit.heads].to(wide))) for x in (grad, o, lse[..., None])
+    )
+    delta_R1 = (do_Rv * o_Rv).sum(-1, keepdim=True)
+    pairs, blocks = (len(q_Rd) - 1) * each, len(unit.begin_W)
+    dq_Pd = q_Rd.new_zeros((pairs + 1, q_Rd.shape[1]))
+    dk_WBd, dv_WBv = (x.new_zeros((blocks, block, x.shape[1])) for x in (k_Kd, v_Kv))
+    for product in _products(unit, chosen_THC, of.sizes):
+        keys_ZB, rows_Zn, blocks_Z = unit.keys_WB[product.blocks_Z], product.rows_Zn, product.blocks_Z
+        q, do, k = q_Rd[rows_Zn], do_Rv[rows_Zn], k_Kd[keys_ZB]
+        P_ZnB = _scores(q, k, product, of.scale).sub_(lse_R1[rows_Zn]).exp_()
+        dc_ZnB = (do @ v_Kv[keys_ZB].mT).sub_(delta_R1[rows_Zn]).mul_(P_ZnB).mul_(of.scale)
+        dq_Pd[product.pairs_Zn] = dc_ZnB @ k
+        dk_WBd[blocks_Z] += dc_ZnB.mT @ q  # a block is in a product once
+        dv_WBv[blocks_Z] += P_ZnB.mT @ do
+    dq_Rd = dq_Pd[:pairs].view(-1, each, dq_Pd.shape[1]).sum(1)
+    return unit.tokens(dq_Rd), unit.of_keys(dk_WBd), unit.of_keys(dv_WBv)
 
 
 def _with_none(x_Rw: Tensor) -> Tensor:
