@@ -108,7 +108,7 @@ def test_the_arms_of_experts_cost_the_same(name, clone, script, monkeypatch):
     texts.make(Path("build/lab/texts"), vocabulary=300)
     result = planned(name)
     assert len(result["runs"]) == 12 and len({run["flops"] for run in result["runs"]}) == 1
-    assert all(" --steps 240 --seed " in run["command"] for run in result["runs"])
+    assert all(" --steps 180 --seed " in run["command"] for run in result["runs"])
 
 
 def test_the_arms_of_curricula_differ_in_their_prompts_alone(clone, script, monkeypatch):
