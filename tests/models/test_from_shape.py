@@ -67,6 +67,14 @@ def test_shared_experts_and_further_fields_are_the_familys_own():
     assert made("qwen3", {"head_dim": 32})["head_dim"] == 32
 
 
+def test_shared_experts_come_with_the_further_fields_too():
+    assert made("deepseek_v3", {"num_shared_experts": 2}) == made("deepseek_v3", num_shared_experts=2)
+    with pytest.raises(ConfigError, match="has no shared experts by number"):
+        made("qwen3_moe", {"num_shared_experts": 1})
+    with pytest.raises(ConfigError, match="n_shared_experts"):
+        made("deepseek_v3", {"num_shared_experts": "two"})
+
+
 def test_the_vocabulary_is_padded_to_a_multiple_of_64():
     assert [padded(n) for n in (1, 64, 65, 1001)] == [64, 64, 128, 1024]
 

@@ -131,12 +131,6 @@ class Shape(Frozen):
         description="width of an expert; default: intermediate_size / num_experts_per_tok",
         json_schema_extra=_shape(),
     )
-    num_shared_experts: int | None = Field(
-        default=None,
-        ge=0,
-        description="experts that every token uses (deepseek_v3)",
-        json_schema_extra=_shape(),
-    )
     tie_word_embeddings: Annotated[bool, FlagConversionOff] = Field(
         default=True,
         description="one matrix for embedding and output: True or False",
@@ -144,7 +138,7 @@ class Shape(Frozen):
     )
     config: Annotated[tuple[str, ...], BeforeValidator(entries), AsTable()] = Field(
         default=(),
-        description="further fields of config.json, NAME=JSON: head_dim=64 max_position_embeddings=4096",
+        description="further fields of config.json, NAME=JSON: head_dim=64 num_shared_experts=1",
         json_schema_extra=_shape(),
     )
     parts: Annotated[tuple[str, ...], BeforeValidator(listed)] = Field(

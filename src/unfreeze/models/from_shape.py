@@ -23,6 +23,8 @@ ROWS = 64
 """The embedding has a multiple of this many rows: matrix units work on tiles of 64 (vocab_size of GPT-2 grown
 from 50,257 to 50,304 rows). Rows above the tokenizer's ids have no name and are never sampled."""
 CORRECT = "correct [shape]"
+SHARED = "num_shared_experts"
+"""A size that few families have; it comes with the further fields."""
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
@@ -138,6 +140,8 @@ def config_of(
             " --model DIR",
         )
     new, written = NEW[family], {name: of for name, of in sizes.items() if of is not None}
+    if SHARED in more:
+        written[SHARED], more = more[SHARED], {name: of for name, of in more.items() if name != SHARED}
     _refuse_sizes(family, new, written, more)
     hidden = written["hidden_size"]
     written.setdefault("num_key_value_heads", written["num_attention_heads"])
