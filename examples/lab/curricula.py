@@ -21,7 +21,7 @@ from pathlib import Path
 
 LETTERS = "abcdefgh"
 SHORTEST, LONGEST = 2, 8
-TEXTS, PROMPTS, HELD_OUT = 20_000, 2_000, 100
+TEXTS, PROMPTS, HELD_OUT = 20_000, 240, 100
 RIGHT = 0.5
 
 
