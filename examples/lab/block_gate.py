@@ -22,6 +22,7 @@ from torch import Tensor
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.taps import Tap
+from unfreeze.kernels.compressed import Entries
 from unfreeze.kernels.moba import block_mass
 from unfreeze.kernels.moba.choice import block_scores
 from unfreeze.models.blocks.moba import MixtureOfBlocks
@@ -36,7 +37,7 @@ ARMS = ("mean", "rank_2", "rank_4", "rank_8", "rank_16")
 LENGTH, BLOCK, DOCUMENTS = 256, 16, 8
 K = 3  # blocks beside the own one, so a token would see 64 of 256
 STEPS, RATE = 300, 3e-3
-GATE_STEPS, GATE_RATE = 150, 1e-2
+GATE_STEPS, GATE_RATE = 120, 1e-3
 
 
 def batches(text: Tensor, seed: int) -> Iterator[Batch]:
@@ -80,7 +81,6 @@ def recall(model: Decoder, batch: Batch, k: int = K) -> float:
 def _recall(
     model: Decoder, mixture: MixtureOfBlocks, batch: Batch, q: Tensor, keys: Tensor, k: int
 ) -> Tensor:
-    from unfreeze.kernels.compressed import Entries
 
     size, scale = mixture.block, q.shape[-1] ** -0.5
     entries = Entries.build(tuple(batch.starts_S.tolist()), len(q), size, "cpu")

@@ -30,7 +30,7 @@ from unfreeze.models.parts import ASSEMBLED, PARTS
 
 PAIRS, LENGTH, KEYS, VALUES = 6, 64, 16, 16
 NOTHING = KEYS + VALUES  # the token that stands for nothing
-ROWS, STEPS, RATE = 32, 600, 4e-3
+ROWS, STEPS, RATE = 32, 2000, 4e-3
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 BLOCK, CHOSEN = 8, 3  # 24 of at most 64 tokens, as the window
 ARMS: dict[str, dict[str, object]] = {
@@ -67,7 +67,7 @@ def batches(seed: int, count: int = ROWS) -> Iterator[Batch]:
 
 def model_of(arm: str, seed: int) -> Decoder:
     """A llama of random weights with the arm's attention in every layer; the same weights but for its own."""
-    config = config_of("llama", SIZES, {}, vocabulary=NOTHING + 1, positions=LENGTH)
+    config = config_of("llama", SIZES, {"initializer_range": 0.1}, vocabulary=NOTHING + 1, positions=LENGTH)
     config |= {"model_type": ASSEMBLED, "base_model_type": "llama"}
     config["parts"] = [{"at": "layers.*.self_attn", "part": arm, **ARMS[arm]}]
     model = from_config(config, torch.float32, "cpu")

@@ -348,14 +348,15 @@ def test_so_is_that_of_sparse_attention(shared, recompute, live, monkeypatch):
     assert 1 <= predicted(config, torch.bfloat16, recompute, live, monkeypatch, documents=2) < 1.2
 
 
-@pytest.mark.parametrize(
-    ("dtype", "recompute"), [(torch.bfloat16, "layers"), (torch.float32, "selective")]
-)
+@pytest.mark.parametrize(("dtype", "recompute"), [(torch.bfloat16, "layers"), (torch.float32, "selective")])
 def test_so_is_that_of_a_mixture_of_blocks(dtype, recompute, live, monkeypatch):
-    """Documents of 1,024 tokens, of which a head sees four blocks of 32; units as small as at 64 K tokens."""
+    """Documents of 1,024 tokens, of which a head sees four blocks of 32; units as small as at 64 K tokens.
+
+    Predicted are 1.0 to 1.25 of it: a unit counts as if it lived at the layer's fullest moment.
+    """
     monkeypatch.setattr(moba.attention, "SCORE_BYTES", 1 << 18)
     config = CONFIGS["llama"] | BLOCKS
-    assert 0.9 < predicted(config, dtype, recompute, live, monkeypatch, documents=2) < 1.15
+    assert 0.9 < predicted(config, dtype, recompute, live, monkeypatch, documents=2) < 1.3
 
 
 def test_chosen_blocks_stay_until_backward():

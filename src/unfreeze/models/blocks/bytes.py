@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from unfreeze.kernels import moba
+from unfreeze.kernels.sparse_attention import selected_bytes
+
 
 class AttentionShape(NamedTuple):
     """Sizes of attention between its projections: H query heads, G key heads, their width and that of values.
@@ -31,6 +34,17 @@ class AttentionShape(NamedTuple):
     one_call: bool = False
     keys: int | None = None
     blocks: tuple[int, int] | None = None
+
+    def chosen_scratch(self, tokens: int, length: int) -> int | None:
+        """Bytes of its workspace if documents of `length` choose keys or blocks; None: they do not."""
+        widths = self.heads, self.width, self.value_width
+        if self.keys is not None and self.keys < length:
+            return selected_bytes(*widths, length)
+        if self.blocks is None or self.blocks[0] * self.blocks[1] >= length:
+            return None
+        block, chosen = self.blocks
+        sizes = self.heads, self.key_heads, self.width, self.value_width
+        return moba.scratch_bytes(sizes, block=block, chosen=chosen, tokens=tokens, length=length)
 
 
 @dataclass(frozen=True)

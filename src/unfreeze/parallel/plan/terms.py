@@ -18,10 +18,8 @@ import torch
 
 from unfreeze.checkpoint.stream import CHUNK, THREADS
 from unfreeze.core.layout import Layout
-from unfreeze.kernels import moba
 from unfreeze.kernels.attention.by_blocks import scratch_bytes
 from unfreeze.kernels.attention.workspace import workspace_bytes
-from unfreeze.kernels.sparse_attention import selected_bytes
 from unfreeze.models.blocks.bytes import AttentionShape
 from unfreeze.parallel.answers import Answers
 from unfreeze.parallel.machine import Hardware
@@ -455,14 +453,9 @@ def _attention(sizes: Sizes, work: Work, kind: str) -> int:
     threads = work.threads or torch.get_num_threads()
 
     def sized(shape: AttentionShape) -> int:
-        *widths, window, by_blocks, _, keys, blocks = shape
-        if blocks is not None and blocks[0] * blocks[1] < length:
-            sizes = shape.heads, shape.key_heads, shape.width, shape.value_width
-            return moba.scratch_bytes(
-                sizes, block=blocks[0], chosen=blocks[1], tokens=work.tokens, length=length
-            )
-        if keys is not None and keys < length:
-            return selected_bytes(shape.heads, shape.width, shape.value_width, length)
+        *widths, window, by_blocks, _, _, _ = shape
+        if (chosen := shape.chosen_scratch(work.tokens, length)) is not None:
+            return chosen
         narrower = window is not None and window < length
         if by_blocks or narrower:
             return scratch_bytes(
