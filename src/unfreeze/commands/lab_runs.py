@@ -144,7 +144,19 @@ def of_command(folder: Path, run: Run, value: str) -> dict[str, Any]:
     lowest = min(curve, key=lambda each: each[1], default=None)
     shown = lowest if value != field else [evals[-1]["step"], evals[-1].get(field)]
     rows = _rows(folder, shown[0]) if shown and field == "loss" else None
-    return {"value": shown[1] if shown else None, "rows": rows, "curve": curve, "tokens": tokens}
+    value_of = shown[1] if shown else None
+    return {"value": value_of, "rows": rows, "curve": curve, "tokens": tokens, "more": _load(trained)}
+
+
+def _load(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """MaxVio and experts without a token, means over the layers of the last steps; {} without experts."""
+    end = trained[-max(1, int(LAST * len(trained))) :]
+    layers = [layer for event in end for layer in (event.get("expert_balance") or {}).values()]
+    layers = [layer for layer in layers if layer["max_violation"] is not None]
+    if not layers:
+        return {}
+    fields = {"MaxVio": "max_violation", "dead experts": "dead"}
+    return {name: math.fsum(layer[field] for layer in layers) / len(layers) for name, field in fields.items()}
 
 
 def _rows(folder: Path, step: int) -> list[list[float]] | None:
