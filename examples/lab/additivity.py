@@ -108,35 +108,35 @@ def objective(arm: str, seed: int) -> Callable[[Decoder, Batch], Tensor]:
     return loss
 
 
-def analogies(rows: Tensor, asked: Tensor) -> Tensor:
-    """bool: each analogy whose answer is held out. asked: bool [KINDS, FORMS]."""
+def analogies(rows: Tensor, targets: Tensor) -> Tensor:
+    """bool: each analogy whose answer is held out. targets: bool [KINDS, FORMS]."""
     words = rows[:WORDS].view(KINDS, FORMS, -1)
     unit = F.normalize(rows[:WORDS], dim=1)
     correct: list[Tensor] = []
-    for kind, form in asked.nonzero().tolist():
+    for kind, form in targets.nonzero().tolist():
         others = torch.arange(KINDS)[torch.arange(KINDS) != kind]
-        for given in (f for f in range(FORMS) if f != form):
-            guess = words[kind, given] - words[others, given] + words[others, form]
+        for other in (f for f in range(FORMS) if f != form):
+            guess = words[kind, other] - words[others, other] + words[others, form]
             near = F.normalize(guess, dim=1) @ unit.T
             own = torch.arange(len(others))
-            near[:, kind * FORMS + given] = -2
-            near[own, others * FORMS + given] = -2
+            near[:, kind * FORMS + other] = -2
+            near[own, others * FORMS + other] = -2
             near[own, others * FORMS + form] = -2
             correct.append(near.argmax(1) == kind * FORMS + form)
     return torch.cat(correct)
 
 
-def measured(rows: Tensor, asked: Tensor) -> tuple[float, dict[str, float]]:
+def measured(rows: Tensor, targets: Tensor) -> tuple[float, dict[str, float]]:
     """(analogy top-1, further numbers) of embeddings [V, D]."""
     rows = rows.detach()
     near = F.normalize(phrases(rows), dim=1) @ F.normalize(rows[:WORDS], dim=1).T
-    asked_N = asked.flatten().nonzero().squeeze(1)
-    composed = (near.argmax(1) == torch.arange(WORDS))[asked_N].float().mean()
+    targets_N = targets.flatten().nonzero().squeeze(1)
+    composed = (near.argmax(1) == torch.arange(WORDS))[targets_N].float().mean()
     by_kind = near.view(KINDS, FORMS, KINDS, FORMS).diagonal(dim1=1, dim2=3)  # [kind, other kind, form]
     own = by_kind.diagonal(dim1=0, dim2=1).T
     rivals = by_kind.masked_fill(torch.eye(KINDS, dtype=torch.bool)[:, :, None], -2).amax(1)
-    more = {"composed": float(composed), "rival": float((own - rivals)[asked].mean()), "chance": CHANCE}
-    return float(analogies(rows, asked).float().mean()), more
+    more = {"composed": float(composed), "rival": float((own - rivals)[targets].mean()), "chance": CHANCE}
+    return float(analogies(rows, targets).float().mean()), more
 
 
 def study(arm: str, seed: int, steps: int = STEPS) -> tuple[float, dict[str, float], list[list[float]]]:
@@ -144,9 +144,9 @@ def study(arm: str, seed: int, steps: int = STEPS) -> tuple[float, dict[str, flo
     model = fresh(seed, VOCABULARY, 16, tie_word_embeddings=False)
     curve = fit(model, sentences(seed), steps, RATE, objective(arm, seed))
     value, more = measured(model.model.embed_tokens.weight, held_out(seed))
-    asked = sentences(10_000)
+    texts_left = sentences(10_000)
     with torch.no_grad():
-        more["loss"] = sum(float(mean_loss(model, next(asked))) for _ in range(10)) / 10
+        more["loss"] = sum(float(mean_loss(model, next(texts_left))) for _ in range(10)) / 10
     return value, more, curve
 
 

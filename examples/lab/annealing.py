@@ -85,7 +85,7 @@ def study(
     """(loss of each held-out row at the best step, further numbers, curve of the held-out loss)."""
     train, held_out = texts()
     corpus = train[seed * CORPUS : (seed + 1) * CORPUS]  # each seed has its own
-    asked = held_out[: rows * LENGTH * 7].view(rows, -1)[:, :LENGTH]
+    options = held_out[: rows * LENGTH * 7].view(rows, -1)[:, :LENGTH]
     model = fresh(seed, width=96, initializer_range=0.1)
     shown = copy.deepcopy(model) if arm == "averaged" else model
     steps_of, optimizer = batches(corpus, seed), AdamW(model)
@@ -102,7 +102,7 @@ def study(
         if shown is not model:
             average(shown, model)
         if step % EVERY == 0 or step == steps:
-            each = held_out_loss(shown, asked)
+            each = held_out_loss(shown, options)
             curve.append([step, sum(each) / len(each)])
             if curve[-1][1] == min(of for _, of in curve):
                 lowest = each

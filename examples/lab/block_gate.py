@@ -63,7 +63,7 @@ def differ(model: Decoder, batch: Batch) -> Tensor:
     """Mean divergence of the gates from attention's mass, over tokens, summed over layers."""
     taps = Taps([Tap(layer, "divergence") for layer in mixtures_of_blocks(model)])
     model.hidden(batch, taps=taps)
-    return torch.stack([found.mean() for found in taps.found.values()]).sum()
+    return torch.stack([recalls.mean() for recalls in taps.found.values()]).sum()
 
 
 @torch.no_grad()

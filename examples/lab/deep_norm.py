@@ -48,7 +48,7 @@ def chain_VV() -> torch.Tensor:
 
 
 def entropies(next_VV: torch.Tensor) -> tuple[float, float]:
-    """Of the next token given this one, and of a token alone, in nats."""
+    """Entropies of the next token given this one, and of a token alone, in nats."""
     share_V = torch.full((V,), 1 / V, dtype=torch.float64)
     for _ in range(1000):
         share_V = (share_V + share_V @ next_VV) / 2
@@ -98,12 +98,12 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=100)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--out", required=True)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    result = trained(asked.part, asked.seed, layers=asked.depth, steps=asked.steps)
-    Path(asked.out).mkdir(parents=True, exist_ok=True)
-    (Path(asked.out) / "result.json").write_text(json.dumps(result) + "\n")
-    print(f"{asked.part}, seed {asked.seed}: loss {result['value']:.3f}, {result['more']}")
+    result = trained(options.part, options.seed, layers=options.depth, steps=options.steps)
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    (Path(options.out) / "result.json").write_text(json.dumps(result) + "\n")
+    print(f"{options.part}, seed {options.seed}: loss {result['value']:.3f}, {result['more']}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What does it cost to put MoBA in place of trained full attention, and how soon is it back?
+"""The cost of MoBA in place of trained full attention, and the steps until the loss is back.
 
     python examples/lab/moba_from_full.py --bases build/lab/full_attention      # once: a model for each seed
     python examples/lab/moba_from_full.py --arm moba --seed 0 --out runs/moba
@@ -111,9 +111,9 @@ if __name__ == "__main__":
     making = argparse.ArgumentParser(add_help=False)
     making.add_argument("--bases", type=Path)
     making.add_argument("--steps", type=int, default=STEPS)
-    if (asked := making.parse_known_args()[0]).bases:
+    if (options := making.parse_known_args()[0]).bases:
         torch.set_num_threads(1)
-        bases(asked.bases, asked.steps)
+        bases(options.bases, options.steps)
     else:
         options = arguments(__doc__, ARMS)
         steps = options.steps or STEPS

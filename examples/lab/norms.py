@@ -1,4 +1,4 @@
-"""Which norms let a model train at the widest range of learning rates, and which reach the lowest loss?
+"""Norms compared: the range of learning rates at which a model trains, and its lowest loss.
 
     python examples/lab/norms.py --arm deep_norm --seed 0 --out runs/norms
     unfreeze lab examples/lab/norms.toml

@@ -97,11 +97,11 @@ def study(arm: str, seed: int, steps: int = STEPS) -> tuple[float, dict[str, flo
     curve = fit(model, (padded(arm, each)[0] for each in documents), steps, RATE, decay=DECAY)
 
     # held-out documents alone, and padded as in training
-    asked = drawn_documents(held_out, 7)
+    options = drawn_documents(held_out, 7)
     alone: list[Tensor] = []
     beside: list[Tensor] = []
     for _ in range(20):
-        rows = next(asked)
+        rows = next(options)
         for own, losses in (("none", alone), (arm, beside)):
             batch, real_T = padded(own, rows)
             counted_T = (batch.weights_T > 0) & real_T

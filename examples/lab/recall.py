@@ -53,16 +53,16 @@ def rows(count: int, drawn: torch.Generator) -> tuple[Tensor, Tensor]:
         2 * PAIRS + 2 * torch.rand(count, (LENGTH - 2 * PAIRS) // 2, generator=drawn).argsort(1)[:, :PAIRS]
     )
     tokens.scatter_(1, places, keys).scatter_(1, places + 1, values)
-    asked = torch.zeros(tokens.shape, dtype=torch.bool).scatter_(1, places, True)
-    return tokens, asked
+    weights = torch.zeros(tokens.shape, dtype=torch.bool).scatter_(1, places, True)
+    return tokens, weights
 
 
 def batches(seed: int, count: int = ROWS) -> Iterator[Batch]:
     """Endless; they depend on the seed alone, so all arms see the same rows."""
     drawn = torch.Generator().manual_seed(seed)
     while True:
-        tokens, asked = rows(count, drawn)
-        yield packed(list(tokens), list(asked))
+        tokens, weights = rows(count, drawn)
+        yield packed(list(tokens), list(weights))
 
 
 def model_of(arm: str, seed: int) -> Decoder:
@@ -80,10 +80,10 @@ def right(model: Decoder, seed: int, count: int = 256) -> list[float]:
     """Share of a row's values that are the likeliest token, row by row."""
     batch = next(batches(seed, count))
     best_T = model.logits(model.hidden(batch)).argmax(-1)
-    asked = batch.weights_T.view(count, LENGTH).bool()
+    weights = batch.weights_T.view(count, LENGTH).bool()
     return [
         float(part)
-        for part in (best_T == batch.targets_T).view(count, LENGTH)[asked].view(count, -1).float().mean(1)
+        for part in (best_T == batch.targets_T).view(count, LENGTH)[weights].view(count, -1).float().mean(1)
     ]
 
 

@@ -81,11 +81,11 @@ def lessons(seed: int, length: int) -> Iterator[Batch]:
             values = torch.randint(VALUES, (BOUND,), generator=drawn)
             places = torch.randperm(length // 2 - 1, generator=drawn)[:pairs].sort().values * 2
             which = torch.randint(BOUND, (len(places),), generator=drawn)
-            asked = (which[:, None] == which[None]).tril(-1).any(1)  # a colour's first place is its needle
+            scored = (which[:, None] == which[None]).tril(-1).any(1)  # a colour's first place is its needle
             needles = FIRST_NEEDLE + VALUES * colours[which] + values[which]
-            text[row, places] = torch.where(asked, LETTERS + colours[which], needles)
-            text[row, places[asked] + 1] = FIRST_VALUE + values[which][asked]
-            weights[row, places[asked]] = 1
+            text[row, places] = torch.where(scored, LETTERS + colours[which], needles)
+            text[row, places[scored] + 1] = FIRST_VALUE + values[which][scored]
+            weights[row, places[scored]] = 1
         yield packed(list(text), list(weights))
 
 

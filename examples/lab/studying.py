@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: texts, a small model, packed batches, a step, and result.json.
+"""Shared by the scripts of this folder: texts, a small model, packed batches, a step, and result.json.
 
 A script is called as python NAME.py --arm ARM --seed S --out FOLDER, by `unfreeze lab NAME.toml` or by hand,
 and writes FOLDER/result.json. It computes on one thread, so that the same seed gives the same numbers.

@@ -35,8 +35,8 @@ def texts() -> Iterator[tuple[str, str]]:
         except (SyntaxError, UnicodeDecodeError):
             continue
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
-        yield str(place), "\n\n".join(filter(None, found))
+        docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+        yield str(place), "\n\n".join(filter(None, docstrings))
 
 
 def pieces(text: str) -> Iterator[str]:

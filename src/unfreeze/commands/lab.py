@@ -104,8 +104,8 @@ class Study:
 
     @property
     def prepared(self) -> bool:
-        made = all(Path(path).exists() for path in self.lab.makes)
-        return made and not self.record.get("preparing")
+        complete = all(Path(path).exists() for path in self.lab.makes)
+        return complete and not self.record.get("preparing")
 
     def _refuse_scripts_that_are_not_there(self) -> None:
         for arm in self.lab.arms:

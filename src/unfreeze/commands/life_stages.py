@@ -59,11 +59,11 @@ def _check_command(stage: Stage) -> None:
             f"stage {stage.name!r}: {command!r} is no command of a life{nearest(command, COMMANDS)}",
             next=f"one of {', '.join(COMMANDS)}",
         )
-    made = SUBCOMMANDS.get(command)
-    if made and rest[:1] != [made]:
+    second = SUBCOMMANDS.get(command)
+    if second and rest[:1] != [second]:
         raise ConfigError(
             f"stage {stage.name!r}: {' '.join([command, *rest[:1]])} makes no folder",
-            next=f'run = "{command} {made} …"',
+            next=f'run = "{command} {second} …"',
         )
 
 

@@ -34,8 +34,8 @@ def all_weights(training: Training, optimizer: Balancing, *, new: bool = False) 
     rate = optimizer.balance_rate
     if training.only:
         return OnlyExperts(training.only, rate)
-    asked = bool(rate) and "balance_rate" in optimizer.model_fields_set
-    return Balanced(asked, indexer=training.indexer == "trained", new=new)
+    wanted = bool(rate) and "balance_rate" in optimizer.model_fields_set
+    return Balanced(wanted, indexer=training.indexer == "trained", new=new)
 
 
 class Balancing(Protocol):
@@ -50,9 +50,9 @@ class Balancing(Protocol):
 class Balanced(AllWeights):
     """Every weight. asked: True if a balance_rate was given, which needs routers with a bias."""
 
-    def __init__(self, asked: bool, *, indexer: bool = False, new: bool = False):
+    def __init__(self, wanted: bool, *, indexer: bool = False, new: bool = False):
         super().__init__(indexer=indexer, new=new)
-        self._asked = asked
+        self._asked = wanted
 
     def check(self, manifest: Manifest) -> None:
         """As AllWeights; also raise ConfigError for a balance_rate without a bias that it could move."""

@@ -99,7 +99,7 @@ class _Sizes(NamedTuple):
 
     @property
     def pair_bytes(self) -> int:
-        """Of a pair in a product's backward, float32: its scores three times, q, dq, do and one more."""
+        """Bytes of a pair in a backward product, float32: its scores three times, q, dq, do and one more."""
         return 4 * (3 * self.block + 4 * self.width)
 
     def pairs_at_once(self, pairs: int) -> int:

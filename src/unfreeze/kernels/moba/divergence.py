@@ -1,4 +1,4 @@
-"""How a learned gate of block attention is trained: its scores follow the mass of full attention on blocks.
+"""Training of a learned gate of block attention: its scores follow the mass of full attention on blocks.
 
     m[t, h, j] = Σ_{s in block j} softmax_s(scale · q[t, h]·k[s, g]),   p = m / Σ_{j < b(t)} m     (constant)
     KL_t       = mean over h of Σ_{j < b(t)} p[j] · (log p[j] - log softmax_{j < b(t)}(score)[j])

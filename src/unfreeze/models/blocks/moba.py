@@ -99,7 +99,7 @@ class LowRankGate(nn.Module):
 
 
 class MixtureOfBlocks(Block):
-    """What attention does with its rotated queries, keys and values in place of softmax over all of them.
+    """The work of attention on its rotated queries, keys and values in place of softmax over all of them.
 
     block    tokens of a block, B
     chosen   blocks that a query sees, its own included
@@ -120,7 +120,7 @@ class MixtureOfBlocks(Block):
 
     @property
     def chosen_bytes(self) -> int:
-        """Of the choice of a token, int32 per query head and earlier block."""
+        """Bytes of the choice of a token, int32 per query head and earlier block."""
         return 4 * self.heads * (self.chosen - 1)
 
     def forward(self, q_THd: Tensor, k: Tensor, v: Tensor, run: Pass, scale: float) -> Tensor:

@@ -76,9 +76,9 @@ class Shortened(Layer):
 
 def shortened(layer: Kind, index: int, by: int, width: int) -> Kind:
     """The same layer, its class derived from Shortened too: parameters keep their names. It is changed."""
-    made = cast(Shortened, layer)
-    made.__class__ = _derived(type(layer))  # type: ignore[assignment]
-    made.by, made.width, made.state = by, width, f"{index}.shorten"
+    wrapped = cast(Shortened, layer)
+    wrapped.__class__ = _derived(type(layer))  # type: ignore[assignment]
+    wrapped.by, wrapped.width, wrapped.state = by, width, f"{index}.shorten"
     return layer
 
 
