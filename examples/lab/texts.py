@@ -82,6 +82,6 @@ def make(out: Path, vocabulary: int = 1024) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     make(parser.parse_args().out)

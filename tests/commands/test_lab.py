@@ -249,7 +249,7 @@ def ran(study):
 
 def test_a_study_of_a_script(study, tmp_path):
     result = lab.main([str(study), "--results", str(tmp_path / "results")], QUIET)
-    assert result["sentence"].startswith("shifted is lower than plain by 0.3 to 0.30")
+    assert result["sentence"].startswith("shifted is lower than plain by 0.3 to 0.301 at equal FLOPs")
     assert result["sentence"].endswith("at equal FLOPs (3 seeds)") and result["ranking"] == [
         "shifted",
         "plain",

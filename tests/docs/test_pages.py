@@ -15,7 +15,7 @@ from benchmarks import reference_pages
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.judge import read_judge
-from unfreeze.config.lab import Lab
+from unfreeze.config.lab import read_lab
 from unfreeze.config.life import read_life
 from unfreeze.config.names import by_path
 from unfreeze.config.recipes import CONFIGS
@@ -27,7 +27,7 @@ OTHER_FILES = {
     "judge.toml": read_judge,
     "yoda.toml": read_recipe,
     "life.toml": lambda path: read_life(Path(path)),
-    "study.toml": lambda path: Lab.model_validate(tomllib.loads(Path(path).read_text())),
+    "study.toml": lambda path: read_lab(Path(path)),
 }
 """Files of the pages that are not of a run, and what reads them."""
 MOST_WORDS = 43_000  # of what one reads from the front to the back

@@ -353,7 +353,8 @@ class Study:
             flops, ran = self._flops(run), self._finished(run)
             if ran:
                 scale = flops / ran[0]["flops"] if flops and ran[0].get("flops") else 1.0
-                total += START + max(0.0, ran[0]["seconds"] - START) * scale
+                start = min(START, ran[0]["seconds"])
+                total += start + (ran[0]["seconds"] - start) * scale
             elif flops:
                 total += START + flops / (SHARE * _matrix_rate())
             else:

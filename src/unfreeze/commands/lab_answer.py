@@ -141,6 +141,12 @@ def number(value: float) -> str:
     return f"{value:.0f}" if "e" in words and abs(value) >= 1000 else words
 
 
+def span(low: float, high: float) -> str:
+    """Words such as '0.012 to 0.031'; one number if both ends print alike."""
+    one, other = number(low), number(high)
+    return one if one == other else f"{one} to {other}"
+
+
 def sentence(
     arms: Sequence[str],
     gaps: Mapping[str, Difference | None],
@@ -160,10 +166,10 @@ def sentence(
         if gap is None:
             continue
         if not gap.clear:
-            same.append(f"{arm} minus {first} is {number(gap.low)} to {number(gap.high)}{of}")
+            same.append(f"{arm} minus {first} is {span(gap.low, gap.high)}{of}")
             continue
         side, ends = ("lower", (-gap.high, -gap.low)) if gap.high < 0 else ("higher", (gap.low, gap.high))
-        clauses.append(f"{arm} is {side} than {first} by {number(ends[0])} to {number(ends[1])}{of}")
+        clauses.append(f"{arm} is {side} than {first} by {span(*ends)}{of}")
     if same:
         clauses.append(f"no difference: {', '.join(same)}")
     clauses += [f"{arm} has no finite value in {count} of {seeds} seeds" for arm, count in failed.items()]

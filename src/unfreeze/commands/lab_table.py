@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unfreeze.commands.lab_answer import Difference, difference, number, over_seeds, ranking, sentence
+from unfreeze.commands.lab_answer import Difference, difference, over_seeds, ranking, sentence, span
 from unfreeze.commands.lab_cost import WITHIN, Cost
 from unfreeze.commands.lab_runs import Run
 from unfreeze.config.lab import Lab
@@ -126,7 +126,7 @@ def _value(notes: Notes) -> str:
 def _gap(gap: Difference | None) -> str:
     if gap is None or not math.isfinite(gap.low):
         return ABSENT
-    ends = f"{number(gap.low)} to {number(gap.high)}"
+    ends = span(gap.low, gap.high)
     return f"{gap.mean:+.3g} ({ends})" if gap.clear else f"{SAME} ({ends})"
 
 
@@ -237,7 +237,10 @@ def page_of(lab: Lab, answer: Answer, record: Mapping[str, Any]) -> dict[str, An
 
 def settings(lab: Lab) -> list[tuple[str, str]]:
     """(name, value) of what holds for all arms."""
-    rows = [("run", lab.run or f"python {lab.python}"), ("seeds", ", ".join(map(str, range(lab.seeds))))]
+    rows = [
+        ("run", " ".join((lab.run or f"python {lab.python}").split())),
+        ("seeds", ", ".join(map(str, range(lab.seeds)))),
+    ]
     rows += [("equal", lab.equal), ("better", lab.better)]
     if lab.learning_rates:
         rates = ", ".join(f"{rate:g}" for rate in lab.learning_rates)
