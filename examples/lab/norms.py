@@ -32,7 +32,7 @@ from unfreeze.models.init import initialize
 from unfreeze.train.optim import NonFinite
 
 ARMS = ("pre_norm", "post_norm", "sandwich_norm", "deep_norm", "qk_norm")
-RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 START = math.log(BYTES)
 WIDTH, LAYERS, LENGTH, DOCUMENTS, STEPS = 48, 8, 64, 8, 100
 
