@@ -113,12 +113,14 @@ def test_a_prompt_shorter_than_a_group_leaves_nothing(prompt):
 
 
 @each_inside
-@pytest.mark.parametrize("prompt", [1, 4, 6, 7])
-def test_answers_that_share_a_prompt_go_on_in_its_open_group(prompt, inside):
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
+@pytest.mark.parametrize("prompt", [1, 4, 6, 7, 13])
+def test_answers_that_share_a_prompt_go_on_in_its_open_group(prompt, shared, inside):
+    """13 tokens are more than the groups of 20: a layer's store of groups is copied whole."""
     model = made(3, inside)
     rows = cases.documents([20, 20, 20])
     rows = [rows[0][:prompt] + row[prompt:] for row in rows]
-    cache = model.shared_cache((1, 8), (3, 20), routes=False)
+    cache = model.shared_cache((1, 13), (3, 20), routes=False) if shared else model.new_cache(3, 20)
     cache.keep([0])
     with torch.no_grad():
         whole = model.hidden(cases.packed(rows)).view(3, 20, -1)
