@@ -29,6 +29,12 @@ WRONG = [
         "window is 0; it must be a whole number from 1",
     ),
     ({"at": ATTENTION, "part": "sliding_window", "window": 4.5}, "window is 4.5; it must be a whole number"),
+    (
+        {"at": ATTENTION, "part": "sliding_window", "window": 10**23},
+        "window is 100000000000000000000000; it must be a whole number from 1 to 2,147,483,647",
+    ),
+    ({"at": ATTENTION, "part": "sliding_window", "window": "9" * 500}, "window is '9999"),
+    ({"at": "layers.\u0660", "part": "deep_norm"}, "'layers.\u0660' names no place"),
     ({"at": "layers.*", "part": "sliding_window"}, "sliding_window cannot stand at 'layers.*'"),
     ({"at": ATTENTION, "part": "deep_norm"}, "deep_norm cannot stand at 'layers.*.self_attn'"),
     ({"at": "layer.*", "part": "deep_norm"}, "'layer.*' names no place"),

@@ -132,6 +132,19 @@ def test_answers_that_share_a_prompt_go_on_in_its_open_group(prompt, shared, ins
             assert (got - whole[:, place]).abs().max() <= 1e-4
 
 
+def test_groups_beyond_the_longest_document_take_no_more_room():
+    """A group of 2³¹ tokens: nothing of the layer reaches the outputs, and no tensor has its size."""
+    groups = token_pool.Groups.build((0, 40), 47, 2**31 - 1, "cpu")
+    sizes = [groups.members.rows_Eb.shape[1], groups.readers.rows_Eb.shape[1], groups.open_Sb.shape[1]]
+    assert sizes == [40, 40, 40]
+    model, fewer = made(2**31 - 1), made(30)
+    fewer.load_state_dict(model.state_dict())
+    assert cases.cached_difference(model, (1, 5), 20) <= 1e-4
+    with torch.no_grad():
+        batch = cases.packed(cases.documents([20]))
+        assert torch.equal(model.hidden(batch), fewer.hidden(batch))
+
+
 def test_rows_that_leave_take_their_groups_with_them():
     model = made(3, INSIDE["gated delta"])
     rows = cases.documents([20, 20, 20])
