@@ -270,7 +270,8 @@ def assembled(layer: Block, shape: Shape, index: int, make: Factory) -> Block:
 def refuse(own: object, part: str, needs: str, at: At) -> NoReturn:
     """Raise the error for a part that cannot take the place of this module."""
     raise CheckpointError(
-        f"parts: {part} takes the place of {needs}; {at.module} of a {at.shape.model_type} is"
+        f"parts: {part} takes the place of {needs}; {at.module.removeprefix('model.')} of a"
+        f" {at.shape.model_type} is"
         f" {type(own).__name__}",
         next="choose another part, or other layers",
     )
