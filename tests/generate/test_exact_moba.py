@@ -56,6 +56,24 @@ def test_256_steps_are_the_packed_pass_over_their_tokens(gate, family, steps):
     assert greedy_tokens(walks[0], wanted[0])
 
 
+@each_gate
+def test_a_block_beyond_the_text_takes_no_more_room_than_the_text(gate, monkeypatch):
+    """A block of 2³¹ tokens is full attention, and no tensor has its size."""
+    model, full = model_of(gate, block=2**31 - 1), model_of(gate, block=64)
+    full.load_state_dict(model.state_dict())
+    kind, sizes = type(model.layers[0].self_attn.blocks.indexer), list[int]()
+    inner = kind.summary
+    monkeypatch.setattr(kind, "summary", lambda gate, k: (sizes.append(k.shape[1]), inner(gate, k))[1])
+    ids = some(20, 0)
+    wanted_TD = full.hidden(batch_of([ids]))
+    sizes.clear()
+    cache = model.new_cache(1, 24)
+    got = [*model.prefill(batch_of([ids[:5]]), cache)]
+    got += [model.step(torch.tensor([token]), cache)[0] for token in ids[5:]]
+    assert max(sizes) <= 20
+    assert (torch.stack(got) - wanted_TD).abs().max() <= 1e-5
+
+
 @each_maker
 @each_gate
 @pytest.mark.parametrize("way", [joined, forked])

@@ -10,7 +10,7 @@ A document shorter than `by` has one group of all its tokens, which nobody reads
 place in the shortened batch. Backward of each function is the sum or the spread of the other; no two sums
 meet, so gradients are the same bit for bit each time.
 
-T tokens, E groups, S documents, b = by.
+T tokens, E groups, S documents, b = by, or the tokens of the longest document if they are fewer.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Groups:
         document_E = torch.arange(len(starts)).repeat_interleave(counts_S)
         index_E = torch.arange(len(document_E)) - firsts_S[document_E]
         begin_E, end_E = starts_S[document_E] + index_E * by, ends_S[document_E]
-        offsets_b = torch.arange(by)
+        offsets_b = torch.arange(min(by, int((ends_S - starts_S).max())))
         complete_E = begin_E + by <= end_E
 
         def spread(first_E: Tensor, counts_E: Tensor) -> Spread:

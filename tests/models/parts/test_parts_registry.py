@@ -1,6 +1,8 @@
 """The registry of parts: places, options, errors of one line; the listing of --help parts."""
 
 import re
+from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +31,12 @@ WRONG = [
         "window is 0; it must be a whole number from 1",
     ),
     ({"at": ATTENTION, "part": "sliding_window", "window": 4.5}, "window is 4.5; it must be a whole number"),
+    (
+        {"at": ATTENTION, "part": "sliding_window", "window": 10**23},
+        "window is 100000000000000000000000; it must be a whole number from 1 to 2,147,483,647",
+    ),
+    ({"at": ATTENTION, "part": "sliding_window", "window": "9" * 500}, "window is '9999"),
+    ({"at": "layers.\u0660", "part": "deep_norm"}, "'layers.\u0660' names no place"),
     ({"at": "layers.*", "part": "sliding_window"}, "sliding_window cannot stand at 'layers.*'"),
     ({"at": ATTENTION, "part": "deep_norm"}, "deep_norm cannot stand at 'layers.*.self_attn'"),
     ({"at": "layer.*", "part": "deep_norm"}, "'layer.*' names no place"),
@@ -73,6 +81,20 @@ def test_a_family_whose_block_does_not_fit_is_refused(kind, more, part, words):
     with pytest.raises(CheckpointError, match=words) as error:
         models.from_config(config_of(entry(part), base_model_type=kind, **more), torch.float32)
     assert len(error.value.message) <= 140 and error.value.next
+
+
+def test_a_refusal_is_one_line_whatever_the_class():
+    """The longest names of a family and of an attention."""
+    own = type("CompressedAttention", (), {})()
+    place = SimpleNamespace(
+        shape=SimpleNamespace(model_type="mimo_v2_flash"), module="model.layers.10.self_attn"
+    )
+    for part in ("moba", "sliding_window", "full", "qk_norm", "gated_delta"):
+        path, _, function = PARTS[part].builder.partition(":")
+        options = {name: of.default for name, of in PARTS[part].options.items()}
+        with pytest.raises(CheckpointError, match=f"{part} takes the place of") as error:
+            getattr(import_module(path), function)(own, place, **options)
+        assert len(error.value.message) <= 140
 
 
 @pytest.mark.parametrize("kind", ["phi3", "qwen2", "mistral", "glm4_moe"])

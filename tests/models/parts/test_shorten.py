@@ -113,12 +113,14 @@ def test_a_prompt_shorter_than_a_group_leaves_nothing(prompt):
 
 
 @each_inside
-@pytest.mark.parametrize("prompt", [1, 4, 6, 7])
-def test_answers_that_share_a_prompt_go_on_in_its_open_group(prompt, inside):
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
+@pytest.mark.parametrize("prompt", [1, 4, 6, 7, 13])
+def test_answers_that_share_a_prompt_go_on_in_its_open_group(prompt, shared, inside):
+    """13 tokens are more than the groups of 20: a layer's store of groups is copied whole."""
     model = made(3, inside)
     rows = cases.documents([20, 20, 20])
     rows = [rows[0][:prompt] + row[prompt:] for row in rows]
-    cache = model.shared_cache((1, 8), (3, 20), routes=False)
+    cache = model.shared_cache((1, 13), (3, 20), routes=False) if shared else model.new_cache(3, 20)
     cache.keep([0])
     with torch.no_grad():
         whole = model.hidden(cases.packed(rows)).view(3, 20, -1)
@@ -128,6 +130,19 @@ def test_answers_that_share_a_prompt_go_on_in_its_open_group(prompt, inside):
         for place in range(prompt, 20):
             got = model.step(torch.tensor([row[place] for row in rows]), cache)
             assert (got - whole[:, place]).abs().max() <= 1e-4
+
+
+def test_groups_beyond_the_longest_document_take_no_more_room():
+    """A group of 2³¹ tokens: nothing of the layer reaches the outputs, and no tensor has its size."""
+    groups = token_pool.Groups.build((0, 40), 47, 2**31 - 1, "cpu")
+    sizes = [groups.members.rows_Eb.shape[1], groups.readers.rows_Eb.shape[1], groups.open_Sb.shape[1]]
+    assert sizes == [40, 40, 40]
+    model, fewer = made(2**31 - 1), made(30)
+    fewer.load_state_dict(model.state_dict())
+    assert cases.cached_difference(model, (1, 5), 20) <= 1e-4
+    with torch.no_grad():
+        batch = cases.packed(cases.documents([20]))
+        assert torch.equal(model.hidden(batch), fewer.hidden(batch))
 
 
 def test_rows_that_leave_take_their_groups_with_them():

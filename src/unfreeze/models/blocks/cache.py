@@ -166,7 +166,8 @@ class Cache:
         others = [row for row in rows if row != source]
         if others:
             for store in self._stores():
-                store[others, :length] = store[source, :length]
+                # a copy first: torch refuses it within a store that `length` fills, as in shortened layers
+                store[others, :length] = store[source, :length].clone()
             self._copy_summaries(source, others)
         for row in rows:
             self.lengths[row] = length

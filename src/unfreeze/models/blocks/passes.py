@@ -248,6 +248,7 @@ class PackedPass:
     def summarise(self, layer: int, size: int, k_TGd: Tensor, summary: Callable[[Tensor], Tensor]) -> Tensor:
         """summary(keys [E, B, G, d]) -> [E, G, r] of all complete blocks of `size` tokens."""
         first_E = self.entries(size).first_E
+        size = min(size, len(k_TGd))  # a greater block has no entry
         return summary(k_TGd[first_E[:, None] + torch.arange(size, device=first_E.device)])
 
     def select_blocks(self, gated: moba.Gated, size: int, chosen: int) -> Tensor:

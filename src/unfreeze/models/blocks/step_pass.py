@@ -192,7 +192,8 @@ class StepPass:
         before its last token. So a step has no state but the cache, and no launch depends on a position.
         """
         blocks_S = self.positions_T // size
-        place_SB = (blocks_S * size)[:, None] + torch.arange(size, device=blocks_S.device)
+        seen = min(size, k_SNGd.shape[1])  # of a block that no row can fill yet
+        place_SB = (blocks_S * size)[:, None] + torch.arange(seen, device=blocks_S.device)
         rows_S1 = torch.arange(len(blocks_S), device=blocks_S.device)[:, None]
         k_SBGd = k_SNGd[rows_S1, place_SB.clamp(max=k_SNGd.shape[1] - 1)]
         self.cache.write_summaries(layer, self.rows_T, blocks_S, size, summary(k_SBGd))

@@ -30,6 +30,8 @@ ASSEMBLED = "unfreeze_parts"
 """model_type of a model with other parts than its family's."""
 ARCHITECTURE = "UnfreezePartsForCausalLM"
 """In its `architectures`: no program has a class of this name."""
+MOST = 2**31 - 1
+"""Greatest number of an option: places in a text are 32-bit integers in kernels."""
 LAYER, ATTENTION = "", "self_attn"
 """Slots: the whole layer, its attention."""
 
@@ -157,7 +159,7 @@ def places(at: str, num_layers: int) -> tuple[str, list[int]]:
 
     Raises CheckpointError for a text of another form, and for layers that the model does not have.
     """
-    match = re.fullmatch(r"(?:model\.)?layers\.(\*|\d+(?:-\d+)?)(?:\.(\w+))?", at)
+    match = re.fullmatch(r"(?:model\.)?layers\.(\*|[0-9]+(?:-[0-9]+)?)(?:\.(\w+))?", at)
     if match is None or (match[2] or LAYER) not in (LAYER, ATTENTION):
         raise CheckpointError(
             f"parts: {at!r} names no place for a part",
@@ -208,13 +210,15 @@ def _check(name: str, option: str, known: Option, value: object) -> None:
     else:
         whole = isinstance(known.default, int)
         kind = int if whole else (int, float)
-        fits = isinstance(value, kind) and not isinstance(value, bool)
+        fits = isinstance(value, kind) and not isinstance(value, bool) and value <= MOST
         fits = fits and (known.least is None or value >= known.least)  # type: ignore[operator]
         needed = f"a {'whole ' if whole else ''}number" + (
-            f" from {known.least:g}" if known.least is not None else ""
+            f" from {known.least:g} to {MOST:,}" if known.least is not None else ""
         )
     if not fits:
-        raise CheckpointError(f"parts: {name}.{option} is {value!r}; it must be {needed}", next="correct it")
+        raise CheckpointError(
+            f"parts: {name}.{option} is {repr(value)[:40]}; it must be {needed}", next="correct it"
+        )
 
 
 def placed(entries: Sequence[Mapping[str, Any]], num_layers: int) -> tuple[Placed, ...]:
@@ -266,7 +270,8 @@ def assembled(layer: Block, shape: Shape, index: int, make: Factory) -> Block:
 def refuse(own: object, part: str, needs: str, at: At) -> NoReturn:
     """Raise the error for a part that cannot take the place of this module."""
     raise CheckpointError(
-        f"parts: {part} takes the place of {needs}; {at.module} of a {at.shape.model_type} is"
+        f"parts: {part} takes the place of {needs}; {at.module.removeprefix('model.')} of a"
+        f" {at.shape.model_type} is"
         f" {type(own).__name__}",
         next="choose another part, or other layers",
     )

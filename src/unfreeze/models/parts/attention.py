@@ -14,14 +14,14 @@ def full(own: Attending | MLA, at: At) -> Attending | MLA:
         _without_blocks(own)
         own.mask = CAUSAL
     elif type(own) not in (MLA, UnrotatedMLA):
-        refuse(own, "full", "an attention with queries, keys and values", at)
+        refuse(own, "full", "attention of q, k and v", at)
     return own
 
 
 def sliding_window(own: Attending, at: At, *, window: int) -> Attending:
     """The same attention to the last `window` tokens."""
     if not isinstance(own, Attending):
-        refuse(own, "sliding_window", "an attention with queries, keys and values", at)
+        refuse(own, "sliding_window", "attention of q, k and v", at)
     _without_blocks(own)
     own.mask = Mask(window=window)
     return own

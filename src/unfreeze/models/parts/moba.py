@@ -7,7 +7,7 @@ from unfreeze.models.blocks.attention import Attending
 from unfreeze.models.blocks.moba import LowRankGate, MeanGate, MixtureOfBlocks
 from unfreeze.models.parts import At, refuse
 
-NEEDS = "an attention with queries, keys and values, without softcap and sinks"
+NEEDS = "attention of q, k and v, no softcap or sinks"
 
 
 def moba(own: Attending, at: At, *, block: int, chosen: int, gate: str, rank: int) -> Attending:
