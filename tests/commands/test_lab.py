@@ -343,6 +343,12 @@ def test_a_script_that_fails_is_named_and_the_rest_goes_on_later(study):
     assert len(ran(study)) == 7
 
 
+def test_a_script_may_print_any_bytes(study):
+    script = study.with_name("run.py")
+    script.write_text(script.read_text() + "\nsys.stdout.buffer.write(bytes(range(256)) * 300)")
+    assert lab.main([str(study)], QUIET)["finished"]
+
+
 def test_a_kill_at_any_moment_loses_at_most_one_run(study):
     changed(study, ("--shift 0", "--shift 0 --sleep 0.3"))
     words = [sys.executable, "-m", "unfreeze", "lab", str(study), "--quiet"]

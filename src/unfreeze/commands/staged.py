@@ -42,6 +42,7 @@ def launch(words: Sequence[str], quiet: bool) -> tuple[int, dict[str, Any]]:
         [*command, *(["--quiet"] if quiet and own else [])],
         stdout=subprocess.PIPE,
         text=True,
+        errors="replace",  # a script may print any bytes
         preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
     interrupted = False
