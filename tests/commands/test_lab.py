@@ -320,6 +320,11 @@ def test_a_run_that_diverged_is_counted_not_compared(study):
         ("""--more '{\\"rows\\": [true]}'""", r"result.json has rows \[True\]"),
         ("""--more '{\\"curve\\": [[1]]}'""", "result.json has curve"),
         ("""--more '{\\"more\\": {\\"a\\": \\"b\\"}}'""", "result.json has more"),
+        ("""--more '{\\"flops\\": NaN}'""", "result.json has flops nan"),
+        ("""--more '{\\"active\\": -1}'""", "result.json has active -1"),
+        ("""--more '{\\"rows\\": [1, NaN]}'""", r"result.json has rows \[1, nan\]"),
+        ("""--more '{\\"curve\\": [[NaN, 1]]}'""", "result.json has curve"),
+        (f"""--more '{{\\"value\\": 1{"0" * 400}}}'""", "result.json has value 1000"),
     ],
 )
 def test_results_that_cannot_be_compared_are_refused_after_one_run(study, flags, words):
@@ -327,6 +332,21 @@ def test_results_that_cannot_be_compared_are_refused_after_one_run(study, flags,
     with pytest.raises(ConfigError, match=words):
         lab.main([str(study)], QUIET)
     assert len(ran(study)) == 2
+
+
+def test_a_seed_that_costs_more_is_refused(study):
+    script = study.with_name("run.py")
+    dear = "result['flops'] *= 1 + 3 * (shift != 0 and seed == 1)\npathlib"
+    script.write_text(script.read_text().replace("pathlib.Path", dear + ".Path"))
+    with pytest.raises(ConfigError, match="arm 'shifted' has 4,000,000,000 FLOPs, 'plain' 1,000,000,000"):
+        lab.main([str(study)], QUIET)
+
+
+@pytest.mark.parametrize("equal", ["flops", "none"])
+def test_runs_of_no_flops_are_compared_too(study, equal):
+    changed(study, ("--shift 0", "--shift 0 --cost 0"), ("--shift -0.3", "--shift -0.3 --cost 0"))
+    changed(study, ("question", f'equal = "{equal}"\nquestion'))
+    assert lab.main([str(study)], QUIET)["sentence"].startswith("shifted is lower")
 
 
 def test_a_script_that_fails_is_named_and_the_rest_goes_on_later(study):
@@ -341,6 +361,11 @@ def test_a_script_that_fails_is_named_and_the_rest_goes_on_later(study):
     study.with_name("study.toml.ok").write_text("")
     lab.main([str(study)], QUIET)
     assert len(ran(study)) == 7
+
+
+def test_a_word_may_be_longer_than_a_files_name(study):
+    changed(study, ("--shift -0.3", f"--shift -0.3 --about {'x' * 5000}"))
+    assert lab.main([str(study)], QUIET)["finished"]
 
 
 def test_a_script_may_print_any_bytes(study):

@@ -258,7 +258,7 @@ class Study:
         return code
 
     def refuse_other_budgets(self) -> None:
-        """For scripts, which say what they have cost: refuse arms that differ in what is held equal."""
+        """For scripts, which say what they have cost: refuse runs that differ in what is held equal."""
         if self.lab.equal == "none" or len(self.costs) == len(self.lab.arms):
             return
         field, words = ("flops", "FLOPs") if self.lab.equal == "flops" else ("active", "active parameters")
@@ -268,7 +268,9 @@ class Study:
                 n for n in self.notes.values() if n["arm"] == arm.name and not n["tuning"] and "value" in n
             ]
             if ran:
-                values[arm.name] = ran[0].get(field)
+                counted = [note.get(field) for note in ran]
+                first = next(iter(values.values()), counted[0])
+                values[arm.name] = farthest(counted, first)
         if values:
             refuse_unequal(words, values)
 
@@ -390,6 +392,14 @@ def _matrix_rate() -> float:
 def _cpu_of_children() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def farthest(counted: Sequence[float | None], first: float | None) -> float | None:
+    """Return the number that differs most from `first`; None if one is not counted."""
+    known = [number for number in counted if number is not None]
+    if first is None or len(known) < len(counted):
+        return None
+    return max(known, key=lambda number: abs(number - first))
 
 
 def opened(out: Path) -> dict[str, Any]:

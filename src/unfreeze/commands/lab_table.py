@@ -186,7 +186,8 @@ def _uneven(lab: Lab, own: Mapping[str, Notes]) -> list[str]:
         for name, notes in own.items()
         if (flops := [note["flops"] for note in notes if note.get("flops") is not None])
     }
-    apart = max(means.values(), default=0.0) / min(means.values(), default=1.0) - 1 if means else 0.0
+    least = min(means.values(), default=0.0)
+    apart = max(means.values()) / least - 1 if least else 0.0
     if lab.equal != "flops" or apart <= WITHIN:
         return []
     return [f"FLOPs are up to {apart:.0%} apart: with so few steps whole ones cannot be more equal."]

@@ -93,13 +93,18 @@ def has_files(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
+def is_file(word: str) -> bool:
+    """True if a word of a command is a file. Path.is_file raises for words that are too long for a name."""
+    return os.path.isfile(word)
+
+
 def digest(texts: Sequence[str], files: Sequence[str]) -> str:
     """Hash of texts, and of the content of those files that exist."""
     hashed = hashlib.blake2b(digest_size=16)
     for text in texts:
         hashed.update(text.encode() + b"\0")
     for file in files:
-        if Path(file).is_file():
+        if is_file(file):
             hashed.update(Path(file).read_bytes())
     return hashed.hexdigest()
 
