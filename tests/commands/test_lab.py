@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -415,6 +416,35 @@ def test_data_is_prepared_once(study, tmp_path):
     for _ in range(2):
         lab.main([str(study)], QUIET)
     assert (tmp_path / "made").read_text() == "x"
+
+
+def test_dry_run_and_list_know_what_was_removed_or_changed(study, tmp_path):
+    lab.main([str(study)], QUIET)
+    shutil.rmtree(tmp_path / "out" / "shifted" / "seed-1")
+    runs = lab.main([str(study), "--dry-run"], QUIET)["runs"]
+    assert [run["name"] for run in runs if not run["done"]] == ["shifted/seed-1"]
+    listed = lab.main([str(study), "--list"], QUIET)["runs"]
+    assert [row["name"] for row in listed if not row["finished"]] == ["shifted/seed-1"]
+    changed(study, ("--shift -0.3", "--shift -0.2"))
+    with pytest.raises(ConfigError, match="arm 'shifted': shifted/seed-0 was made by other words"):
+        lab.main([str(study), "--dry-run"], QUIET)
+
+
+def test_the_dry_run_names_all_commands_that_make_the_data(study):
+    lines = 'prepare = ["python a.py x", "pretrain b.toml"]\nmakes = "gone"\nquestion'
+    changed(study, ("question", lines))
+    with pytest.raises(ConfigError, match="python a.py x && unfreeze pretrain b.toml"):
+        lab.main([str(study), "--dry-run"], QUIET)
+
+
+def test_two_studies_in_one_folder_are_refused(study, tmp_path):
+    def meanwhile(words, quiet):
+        with pytest.raises(ConfigError, match=f"another process works in {tmp_path / 'out'}"):
+            lab.main([str(study)], QUIET)
+        assert lab.main([str(study), "--list"], QUIET)["runs"]
+        return lab.launch(words, quiet)
+
+    assert lab.main([str(study)], QUIET, launch=meanwhile)["finished"]
 
 
 def test_dry_run_and_list_run_nothing(study, capsys):

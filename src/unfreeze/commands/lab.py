@@ -23,7 +23,7 @@ from tyro.conf import Positional, arg
 from unfreeze.commands.lab_cost import Cost, cost_of, equal_steps, refuse_unequal
 from unfreeze.commands.lab_runs import Run, diverged, main_runs, measured, tuning_runs
 from unfreeze.commands.lab_table import Answer, answer_of, page_of, printed, results_of
-from unfreeze.commands.staged import STOP, Launch, Stopped, by_script, has_files, keep, launch, told
+from unfreeze.commands.staged import STOP, Launch, Stopped, alone, by_script, has_files, keep, launch, told
 from unfreeze.config.lab import Lab, read_lab
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
@@ -58,13 +58,19 @@ def main(arguments: list[str], common: Common, launch: Launch = launch) -> dict[
     """
     config = parse(Config, arguments, command="lab", description=__doc__ or "", positional=True)
     lab = read_lab(Path(config.file), config.out)
-    study = Study(lab, common, launch, shlex.join(["unfreeze", "lab", *arguments]))
-    if config.list:
-        return study.listed()
-    if config.dry_run:
-        return study.planned()
-    with writing(study.out, "out"):
-        study.out.mkdir(parents=True, exist_ok=True)
+    again = shlex.join(["unfreeze", "lab", *arguments])
+    if not (config.list or config.dry_run):
+        with writing(Path(lab.out), "out"):
+            Path(lab.out).mkdir(parents=True, exist_ok=True)
+        with alone(Path(lab.out)):
+            return run(config, Study(lab, common, launch, again))
+    study = Study(lab, common, launch, again)
+    return study.listed() if config.list else study.planned()
+
+
+def run(config: Config, study: Study) -> dict[str, Any]:
+    """Run what is left, write page and results."""
+    lab, common = study.lab, study.common
     study.prepare()
     study.count()
     study.run_all()
@@ -298,11 +304,16 @@ class Study:
     def planned(self) -> dict[str, Any]:
         """Print every run, its FLOPs, and the minutes that are left."""
         if not self.prepared:
+            commands = [
+                each if each.startswith("python ") else f"unfreeze {each}" for each in self.lab.prepare
+            ]
             raise ConfigError(
-                "the data is not made yet, so FLOPs cannot be counted", next=self.lab.prepare[0]
+                "the data is not made yet, so FLOPs cannot be counted", next=" && ".join(commands)
             )
         self.count()
+        self.refuse_changed(self.tuning())
         runs = [*self.tuning(), *self.main()]
+        self.refuse_changed(runs)
         rows: list[dict[str, Any]] = []
         for run in runs:
             flops, done = self._flops(run), bool(self.notes.get(run.name, {}).get("finished"))
@@ -326,6 +337,8 @@ class Study:
         """Print the ledger."""
         fields = ("arm", "seed", "rate", "steps", "tuning", "finished", "value", "seconds", "key", "command")
         rows = [{"name": name, **{f: note.get(f) for f in fields}} for name, note in self.notes.items()]
+        for row in rows:  # the same command runs it again
+            row["finished"] = bool(row["finished"]) and has_files(self.out / row["name"])
         for row in rows if not self.common.json else ():
             value = ABSENT if row["value"] is None else f"{row['value']:.4g}"
             state = "finished" if row["finished"] else "begun"

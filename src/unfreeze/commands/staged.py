@@ -7,6 +7,7 @@ that is complete, and the same command goes on.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -14,11 +15,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError
 
 STOP = "stop"
 """Key of a result: the stage is done, but Ctrl-C came meanwhile."""
@@ -81,6 +84,23 @@ def by_script(
     if not code:
         os.replace(part, folder)
     return code, result
+
+
+@contextmanager
+def alone(out: Path) -> Generator[None]:
+    """Hold the folder, so that no other process writes into it meanwhile. Raises ConfigError if one does."""
+    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(
+            f"another process works in {out}", next="wait for it, or give another --out"
+        ) from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def told(common: Common, line: str) -> None:

@@ -54,7 +54,13 @@ class Lab(Frozen):
 
     question: str = Field(min_length=1, description="heading of the page")
     out: Folder = Field(description="folder with a folder for each run, lab.json and lab.html")
-    seeds: int = Field(default=LEAST_SEEDS, ge=LEAST_SEEDS, le=1000, strict=True, description="seeds 0, 1, 2 … of every arm; 3 or more")
+    seeds: int = Field(
+        default=LEAST_SEEDS,
+        ge=LEAST_SEEDS,
+        le=1000,
+        strict=True,
+        description="seeds 0, 1, 2 … of every arm; 3 or more",
+    )
     prepare: Texts = Field(
         default=(), description="commands that make data, once: python SCRIPT …, or a command"
     )
