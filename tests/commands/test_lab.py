@@ -297,6 +297,39 @@ def test_rates_are_tried_on_a_seed_of_their_own(study):
     assert not any("lowest or highest one tried" in words for words in result["cautions"])
 
 
+def test_seeds_that_change_nothing_are_said(study):
+    changed(study, ("--shift 0", """--shift 0 --more '{\\"value\\": 2}'"""))
+    changed(study, ("--shift -0.3", """--shift -0.3 --more '{\\"value\\": 1}'"""))
+    cautions = lab.main([str(study)], QUIET)["cautions"]
+    assert any("All seeds of plain, shifted have one value" in words for words in cautions)
+
+
+def test_other_rows_in_an_arm_are_said(study):
+    changed(study, ("--shift 0", """--shift 0 --more '{\\"rows\\": [2, 2]}'"""))
+    changed(study, ("--shift -0.3", """--shift -0.3 --more '{\\"rows\\": [1, 1, 1]}'"""))
+    cautions = lab.main([str(study)], QUIET)["cautions"]
+    assert "Arms have other held-out rows, so an interval covers seeds alone." in cautions
+    assert not any("All seeds of" in words for words in cautions)
+
+
+def test_a_curve_of_another_measure_has_its_own_name_and_x(study, tmp_path):
+    points = """--more '{\\"curve\\": [[-3, 2.5], [-1, 2.0]]}'"""
+    changed(study, ("--shift 0", f"--shift 0 {points}"), ("--shift -0.3", f"--shift -0.3 {points}"))
+    lab.main([str(study)], QUIET)
+    page = (tmp_path / "out" / "lab.html").read_text()
+    assert "Across: step." in page and "<strong>score</strong>" in page  # never FLOPs below 0
+    changed(study, ("question", 'curve = "loss"\nacross = "log10 of the rate"\nquestion'))
+    lab.main([str(study)], QUIET)
+    page = (tmp_path / "out" / "lab.html").read_text()
+    assert "Across: log10 of the rate." in page and "<strong>score</strong>" not in page
+
+
+def test_a_curve_from_step_0_alone_has_no_flops(study):
+    points = """--more '{\\"curve\\": [[-1, 2.5], [0, 2.0]]}'"""
+    changed(study, ("--shift 0", f"--shift 0 {points}"), ("--shift -0.3", f"--shift -0.3 {points}"))
+    assert lab.main([str(study)], QUIET)["finished"]
+
+
 def test_a_rate_at_the_end_of_those_tried_is_said(study):
     changed(study, ("question", "learning_rates = [1, 2]\nquestion"))
     result = lab.main([str(study)], QUIET)
@@ -433,7 +466,7 @@ def test_dry_run_and_list_know_what_was_removed_or_changed(study, tmp_path):
 def test_the_dry_run_names_all_commands_that_make_the_data(study):
     lines = 'prepare = ["python a.py x", "pretrain b.toml"]\nmakes = "gone"\nquestion'
     changed(study, ("question", lines))
-    with pytest.raises(ConfigError, match="python a.py x && unfreeze pretrain b.toml"):
+    with pytest.raises(ConfigError, match=r"python a\.py x && unfreeze pretrain b\.toml"):
         lab.main([str(study), "--dry-run"], QUIET)
 
 
@@ -553,6 +586,15 @@ def test_bad_studies_of_a_command_are_refused(pretraining, before, after, words,
     changed(pretraining, (before, after))
     if "validate-every 0" in after:
         changed(pretraining, (" --watch.validate-every 6", ""))
+    with pytest.raises(ConfigError, match=words):
+        lab.main([str(pretraining)], QUIET, launch=here)
+    capsys.readouterr()
+
+
+def test_equal_active_parameters_need_equal_tokens(pretraining, capsys):
+    changed(pretraining, ("--shape.hidden-size 32", "--shape.hidden-size 16 --steps 24"))
+    changed(pretraining, ("question", 'equal = "active"\nquestion'))
+    words = "arm 'wide' has 6,144 training tokens, 'narrow' 3,072: more than 5% apart"
     with pytest.raises(ConfigError, match=words):
         lab.main([str(pretraining)], QUIET, launch=here)
     capsys.readouterr()

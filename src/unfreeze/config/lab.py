@@ -68,6 +68,8 @@ class Lab(Frozen):
     run: str = Field(default="", description="a training command without --seed and --out")
     python: str = Field(default="", description="script, run as python SCRIPT … --seed S --out FOLDER")
     value: str = Field(default="loss", description="measure of the last validation; of a script: its name")
+    curve: str = Field(default="", description="measure of the curves, if it is not the value")
+    across: str = Field(default="", description="x of the curves, if it is not the step")
     unit: str = Field(default="", description="unit of the value; of a loss: nats")
     better: Literal["lower", "higher"] = Field(default="lower", description="the better value")
     equal: Literal["flops", "active", "none"] = Field(
