@@ -110,6 +110,30 @@ def test_an_interval_covers_seeds_and_rows():
     assert alone is not None and alone.by == "seeds" and alone.clear
 
 
+def clear_by_chance(studies=400, seeds=10, count=64):
+    """Share of studies that find a difference between equal arms; rows and seeds have the same noise."""
+    draw, clear = np.random.default_rng(3), 0
+    for _ in range(studies):
+        gap_R = draw.normal(0, 0.1, count)  # the same rows in every seed
+        notes = [[], []]
+        for of_seed in draw.normal(0, 0.1 / np.sqrt(count) * np.sqrt(seeds), seeds):
+            first_R = draw.normal(2, 0.3, count)
+            for arm, rows_R in zip(notes, (first_R, first_R + gap_R + of_seed), strict=True):
+                arm.append({"value": float(rows_R.mean()), "rows": [rows_R.tolist(), [1.0] * count]})
+        gap = difference(*notes)
+        clear += bool(gap and gap.clear)
+    return clear / studies
+
+
+def test_other_rows_and_other_seeds_together_seldom_find_a_difference_that_is_not_there():
+    assert clear_by_chance() <= 0.075
+
+
+def test_control_the_wider_of_the_two_intervals_finds_some(monkeypatch):
+    monkeypatch.setattr(lab_answer, "together", lambda seeds, rows: 0.0)
+    assert clear_by_chance() > 0.075
+
+
 def test_the_sentence_says_only_what_the_intervals_do():
     gaps = {
         "b": Difference(-0.02, -0.031, -0.012, "seeds"),
