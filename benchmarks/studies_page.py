@@ -38,7 +38,8 @@ def page(studies: Sequence[Mapping[str, Any]]) -> str:
 def section(study: Mapping[str, Any]) -> str:
     """One study: question, answer, table, and how it was made."""
     head: list[str] = study["head"]
-    lines = [f"## {study['study'].replace('_', ' ')}", "", f"**{plain(study['question'])}** {plain(study['sentence'])}."]
+    answer = f"**{plain(study['question'])}** {plain(study['sentence'])}."
+    lines = [f"## {study['study'].replace('_', ' ')}", "", answer]
     lines += ["", f"| {' | '.join(map(plain, head))} |", f"|{'---|' * len(head)}"]
     lines += [f"| {' | '.join(map(plain, row))} |" for row in study["rows"]]
     lines += ["", plain(" ".join(study["cautions"]))]

@@ -494,6 +494,15 @@ def test_the_dry_run_names_all_commands_that_make_the_data(study):
         lab.main([str(study), "--dry-run"], QUIET)
 
 
+@pytest.mark.parametrize("text", ["{}", '{"runs": []}', '{"runs": {"plain/seed-0": {"finished": true}}}'])
+@pytest.mark.parametrize("flags", [[], ["--list"], ["--dry-run"]])
+def test_a_ledger_of_something_else_is_refused(study, tmp_path, text, flags):
+    lab.main([str(study)], QUIET)
+    (tmp_path / "out" / "lab.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"lab\.json is no ledger of a study"):
+        lab.main([str(study), *flags], QUIET)
+
+
 def test_two_studies_in_one_folder_are_refused(study, tmp_path):
     def meanwhile(words, quiet):
         with pytest.raises(ConfigError, match=f"another process works in {tmp_path / 'out'}"):

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import Field
 from tyro.conf import Positional, arg
@@ -418,10 +418,23 @@ def farthest(counted: Sequence[float | None], first: float | None) -> float | No
     return max(known, key=lambda number: abs(number - first))
 
 
+def _is_note(note: object) -> bool:
+    """True if a run's note has what is read from it."""
+    if not isinstance(note, dict):
+        return False
+    begun = {"arm", "tuning", "finished", "seconds", "cpu_seconds", "key", "command"}
+    return not ((begun | {"value"} if note.get("finished") else begun) - note.keys())
+
+
 def opened(out: Path) -> dict[str, Any]:
     """Read lab.json, or begin one. Raises ConfigError for a folder of something else."""
     if (out / RECORD).is_file():
-        return read_object(out / RECORD, ConfigError)
+        again = "give another folder as --out"
+        record = read_object(out / RECORD, ConfigError, next=again)
+        runs = record.get("runs")
+        if not isinstance(runs, dict) or not all(map(_is_note, cast(dict[str, Any], runs).values())):
+            raise ConfigError(f"{out / RECORD} is no ledger of a study", next=again)
+        return record
     if has_files(out):
         raise ConfigError(f"{out} is not empty and has no {RECORD}", next="give another folder as --out")
     return {"runs": {}}
