@@ -150,7 +150,7 @@ class Study:
         first = lab.arms[0].name
         if lab.equal == "active":
             refuse_unequal("active parameters", {name: cost.active for name, cost in self.costs.items()})
-            tokens = {name: cost.tokens for name, cost in self.costs.items()}
+            tokens: dict[str, float | None] = {name: cost.tokens for name, cost in self.costs.items()}
             if any(tokens.values()):
                 refuse_unequal("training tokens", tokens)
         if lab.equal != "flops":

@@ -18,8 +18,8 @@ def write_lab(path: Path, page: Mapping[str, Any]) -> None:
     """Write the page atomically.
 
     page  question, sentence, cautions, head and rows of the table, settings, value (measure of the curves),
-          across (their x; "": steps), curves: arm -> [[step, value], …] of each seed, flops: arm -> FLOPs of its first run, arms (name,
-          about, commands) and spent, the time of all runs
+          across (their x; "": steps), curves: arm -> [[step, value], …] of each seed, flops: arm -> FLOPs of
+          its first run, arms (name, about, commands) and spent, the time of all runs
     """
     body = render(
         "lab.html",
