@@ -27,7 +27,10 @@ could not tell the arms apart. How to write one: [the laboratory](../howto/lab.m
 
 def page(studies: Sequence[Mapping[str, Any]]) -> str:
     """The whole page."""
-    rows = [f"| [{s['question']}](#{s['study'].replace('_', '-')}) | {s['sentence']} |" for s in studies]
+    rows = [
+        f"| [{plain(s['question'])}](#{s['study'].replace('_', '-')}) | {plain(s['sentence'])} |"
+        for s in studies
+    ]
     parts = [HEAD, "\n".join(["| question | answer |", "|---|---|", *rows, ""])]
     return "\n".join([*parts, *map(section, studies)])
 
@@ -35,10 +38,11 @@ def page(studies: Sequence[Mapping[str, Any]]) -> str:
 def section(study: Mapping[str, Any]) -> str:
     """One study: question, answer, table, and how it was made."""
     head: list[str] = study["head"]
-    lines = [f"## {study['study'].replace('_', ' ')}", "", f"**{study['question']}** {study['sentence']}."]
-    lines += ["", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    lines += [f"| {' | '.join(row)} |" for row in study["rows"]]
-    lines += ["", *(" ".join(study["cautions"]).splitlines())]
+    answer = f"**{plain(study['question'])}** {plain(study['sentence'])}."
+    lines = [f"## {study['study'].replace('_', ' ')}", "", answer]
+    lines += ["", f"| {' | '.join(map(plain, head))} |", f"|{'---|' * len(head)}"]
+    lines += [f"| {' | '.join(map(plain, row))} |" for row in study["rows"]]
+    lines += ["", plain(" ".join(study["cautions"]))]
     lines += [
         "",
         f"`{study['command']}`, {study['date']}, {study['machine']}: {study['runs']} runs,"
@@ -46,6 +50,11 @@ def section(study: Mapping[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def plain(text: str) -> str:
+    """Text in one line without HTML, that ends no cell of a table."""
+    return " ".join(text.split()).replace("<", "&lt;").replace("|", "\\|")
 
 
 def read(folder: Path = RESULTS) -> list[dict[str, Any]]:

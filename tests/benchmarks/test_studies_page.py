@@ -32,3 +32,11 @@ def test_the_page_says_what_a_result_says(tmp_path):
     )
     assert "## wide or deep\n" in page and "| deep | 2.1 |\n| wide | 2.2 |" in page
     assert "2026-11-27, cpu-amx, 2 CPUs: 6 runs, 1.5 min." in page
+
+
+def test_texts_end_no_cell_and_are_no_html(tmp_path):
+    words = "a | b\n<script>x</script>"
+    texts = {"study": "x", "command": "c", "question": words, "sentence": words, "date": "", "machine": ""}
+    study = {**texts, "cautions": [words], "head": ["arm", words], "rows": [["a", words]]}
+    page = studies_page.page([{**study, "seconds": 1.0, "runs": 1}])
+    assert "<script" not in page and page.count("a \\| b &lt;script>x&lt;/script>") == 7

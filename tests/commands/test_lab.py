@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -107,6 +108,30 @@ def test_an_interval_covers_seeds_and_rows():
     assert gap is not None and gap.by == "seeds and rows" and not gap.clear
     alone = difference(*([{**note, "rows": None} for note in notes] for notes in (first, other)))
     assert alone is not None and alone.by == "seeds" and alone.clear
+
+
+def clear_by_chance(studies=400, seeds=10, count=64):
+    """Share of studies that find a difference between equal arms; rows and seeds have the same noise."""
+    draw, clear = np.random.default_rng(3), 0
+    for _ in range(studies):
+        gap_R = draw.normal(0, 0.1, count)  # the same rows in every seed
+        notes = [[], []]
+        for of_seed in draw.normal(0, 0.1 / np.sqrt(count) * np.sqrt(seeds), seeds):
+            first_R = draw.normal(2, 0.3, count)
+            for arm, rows_R in zip(notes, (first_R, first_R + gap_R + of_seed), strict=True):
+                arm.append({"value": float(rows_R.mean()), "rows": [rows_R.tolist(), [1.0] * count]})
+        gap = difference(*notes)
+        clear += bool(gap and gap.clear)
+    return clear / studies
+
+
+def test_other_rows_and_other_seeds_together_seldom_find_a_difference_that_is_not_there():
+    assert clear_by_chance() <= 0.075
+
+
+def test_control_the_wider_of_the_two_intervals_finds_some(monkeypatch):
+    monkeypatch.setattr(lab_answer, "together", lambda seeds, rows: 0.0)
+    assert clear_by_chance() > 0.075
 
 
 def test_the_sentence_says_only_what_the_intervals_do():
@@ -296,6 +321,39 @@ def test_rates_are_tried_on_a_seed_of_their_own(study):
     assert not any("lowest or highest one tried" in words for words in result["cautions"])
 
 
+def test_seeds_that_change_nothing_are_said(study):
+    changed(study, ("--shift 0", """--shift 0 --more '{\\"value\\": 2}'"""))
+    changed(study, ("--shift -0.3", """--shift -0.3 --more '{\\"value\\": 1}'"""))
+    cautions = lab.main([str(study)], QUIET)["cautions"]
+    assert any("All seeds of plain, shifted have one value" in words for words in cautions)
+
+
+def test_other_rows_in_an_arm_are_said(study):
+    changed(study, ("--shift 0", """--shift 0 --more '{\\"rows\\": [2, 2]}'"""))
+    changed(study, ("--shift -0.3", """--shift -0.3 --more '{\\"rows\\": [1, 1, 1]}'"""))
+    cautions = lab.main([str(study)], QUIET)["cautions"]
+    assert "Arms have other held-out rows, so an interval covers seeds alone." in cautions
+    assert not any("All seeds of" in words for words in cautions)
+
+
+def test_a_curve_of_another_measure_has_its_own_name_and_x(study, tmp_path):
+    points = """--more '{\\"curve\\": [[-3, 2.5], [-1, 2.0]]}'"""
+    changed(study, ("--shift 0", f"--shift 0 {points}"), ("--shift -0.3", f"--shift -0.3 {points}"))
+    lab.main([str(study)], QUIET)
+    page = (tmp_path / "out" / "lab.html").read_text()
+    assert "Across: step." in page and "<strong>score</strong>" in page  # never FLOPs below 0
+    changed(study, ("question", 'curve = "loss"\nacross = "log10 of the rate"\nquestion'))
+    lab.main([str(study)], QUIET)
+    page = (tmp_path / "out" / "lab.html").read_text()
+    assert "Across: log10 of the rate." in page and "<strong>score</strong>" not in page
+
+
+def test_a_curve_from_step_0_alone_has_no_flops(study):
+    points = """--more '{\\"curve\\": [[-1, 2.5], [0, 2.0]]}'"""
+    changed(study, ("--shift 0", f"--shift 0 {points}"), ("--shift -0.3", f"--shift -0.3 {points}"))
+    assert lab.main([str(study)], QUIET)["finished"]
+
+
 def test_a_rate_at_the_end_of_those_tried_is_said(study):
     changed(study, ("question", "learning_rates = [1, 2]\nquestion"))
     result = lab.main([str(study)], QUIET)
@@ -320,6 +378,11 @@ def test_a_run_that_diverged_is_counted_not_compared(study):
         ("""--more '{\\"rows\\": [true]}'""", r"result.json has rows \[True\]"),
         ("""--more '{\\"curve\\": [[1]]}'""", "result.json has curve"),
         ("""--more '{\\"more\\": {\\"a\\": \\"b\\"}}'""", "result.json has more"),
+        ("""--more '{\\"flops\\": NaN}'""", "result.json has flops nan"),
+        ("""--more '{\\"active\\": -1}'""", "result.json has active -1"),
+        ("""--more '{\\"rows\\": [1, NaN]}'""", r"result.json has rows \[1, nan\]"),
+        ("""--more '{\\"curve\\": [[NaN, 1]]}'""", "result.json has curve"),
+        (f"""--more '{{\\"value\\": 1{"0" * 400}}}'""", "result.json has value 1000"),
     ],
 )
 def test_results_that_cannot_be_compared_are_refused_after_one_run(study, flags, words):
@@ -327,6 +390,21 @@ def test_results_that_cannot_be_compared_are_refused_after_one_run(study, flags,
     with pytest.raises(ConfigError, match=words):
         lab.main([str(study)], QUIET)
     assert len(ran(study)) == 2
+
+
+def test_a_seed_that_costs_more_is_refused(study):
+    script = study.with_name("run.py")
+    dear = "result['flops'] *= 1 + 3 * (shift != 0 and seed == 1)\npathlib"
+    script.write_text(script.read_text().replace("pathlib.Path", dear + ".Path"))
+    with pytest.raises(ConfigError, match="arm 'shifted' has 4,000,000,000 FLOPs, 'plain' 1,000,000,000"):
+        lab.main([str(study)], QUIET)
+
+
+@pytest.mark.parametrize("equal", ["flops", "none"])
+def test_runs_of_no_flops_are_compared_too(study, equal):
+    changed(study, ("--shift 0", "--shift 0 --cost 0"), ("--shift -0.3", "--shift -0.3 --cost 0"))
+    changed(study, ("question", f'equal = "{equal}"\nquestion'))
+    assert lab.main([str(study)], QUIET)["sentence"].startswith("shifted is lower")
 
 
 def test_a_script_that_fails_is_named_and_the_rest_goes_on_later(study):
@@ -341,6 +419,17 @@ def test_a_script_that_fails_is_named_and_the_rest_goes_on_later(study):
     study.with_name("study.toml.ok").write_text("")
     lab.main([str(study)], QUIET)
     assert len(ran(study)) == 7
+
+
+def test_a_word_may_be_longer_than_a_files_name(study):
+    changed(study, ("--shift -0.3", f"--shift -0.3 --about {'x' * 5000}"))
+    assert lab.main([str(study)], QUIET)["finished"]
+
+
+def test_a_script_may_print_any_bytes(study):
+    script = study.with_name("run.py")
+    script.write_text(script.read_text() + "\nsys.stdout.buffer.write(bytes(range(256)) * 300)")
+    assert lab.main([str(study)], QUIET)["finished"]
 
 
 def test_a_kill_at_any_moment_loses_at_most_one_run(study):
@@ -386,6 +475,44 @@ def test_data_is_prepared_once(study, tmp_path):
     assert (tmp_path / "made").read_text() == "x"
 
 
+def test_dry_run_and_list_know_what_was_removed_or_changed(study, tmp_path):
+    lab.main([str(study)], QUIET)
+    shutil.rmtree(tmp_path / "out" / "shifted" / "seed-1")
+    runs = lab.main([str(study), "--dry-run"], QUIET)["runs"]
+    assert [run["name"] for run in runs if not run["done"]] == ["shifted/seed-1"]
+    listed = lab.main([str(study), "--list"], QUIET)["runs"]
+    assert [row["name"] for row in listed if not row["finished"]] == ["shifted/seed-1"]
+    changed(study, ("--shift -0.3", "--shift -0.2"))
+    with pytest.raises(ConfigError, match="arm 'shifted': shifted/seed-0 was made by other words"):
+        lab.main([str(study), "--dry-run"], QUIET)
+
+
+def test_the_dry_run_names_all_commands_that_make_the_data(study):
+    lines = 'prepare = ["python a.py x", "pretrain b.toml"]\nmakes = "gone"\nquestion'
+    changed(study, ("question", lines))
+    with pytest.raises(ConfigError, match=r"python a\.py x && unfreeze pretrain b\.toml"):
+        lab.main([str(study), "--dry-run"], QUIET)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"runs": []}', '{"runs": {"plain/seed-0": {"finished": true}}}'])
+@pytest.mark.parametrize("flags", [[], ["--list"], ["--dry-run"]])
+def test_a_ledger_of_something_else_is_refused(study, tmp_path, text, flags):
+    lab.main([str(study)], QUIET)
+    (tmp_path / "out" / "lab.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"lab\.json is no ledger of a study"):
+        lab.main([str(study), *flags], QUIET)
+
+
+def test_two_studies_in_one_folder_are_refused(study, tmp_path):
+    def meanwhile(words, quiet):
+        with pytest.raises(ConfigError, match=f"another process works in {tmp_path / 'out'}"):
+            lab.main([str(study)], QUIET)
+        assert lab.main([str(study), "--list"], QUIET)["runs"]
+        return lab.launch(words, quiet)
+
+    assert lab.main([str(study)], QUIET, launch=meanwhile)["finished"]
+
+
 def test_dry_run_and_list_run_nothing(study, capsys):
     lab.main([str(study), "--dry-run"], Common())
     printed = capsys.readouterr().out
@@ -405,6 +532,12 @@ def test_dry_run_and_list_run_nothing(study, capsys):
         ("--shift -0.3", "--shift 0", "arms 'plain' and 'shifted' do not differ"),
         ("run.py", "gone.py", "arm 'plain': there is no file .*gone.py"),
         ("--shift 0", "--shift 0 --seed 3", "arm 'plain' has --seed, which the study gives"),
+        ("seeds = 3", "seeds = 1.0", "seeds: "),
+        ("seeds = 3", 'seeds = "1"', "seeds: "),
+        ('flags = "--shift 0"', 'run = "python"', "arm 'plain' has no command: 'python'"),
+        ("question", 'makes = "x"\nprepare = "python \'x"\nquestion', "prepare.*No closing quotation"),
+        ("question", 'makes = "x"\nprepare = " "\nquestion', "prepare has a command without words"),
+        ("question", "learning_rates = [1, 1.0000001]\nquestion", "has 1 different rates of 2"),
         ("--shift 0", "--shift 0 --out=x", "arm 'plain' has --out=x"),
         ("question", "learning_rates = [1]\nquestion", "learning_rates has 1 different rates of 1"),
         ("question", "tuning_steps = 5\nquestion", "tuning_steps has no effect"),
@@ -486,6 +619,15 @@ def test_bad_studies_of_a_command_are_refused(pretraining, before, after, words,
     changed(pretraining, (before, after))
     if "validate-every 0" in after:
         changed(pretraining, (" --watch.validate-every 6", ""))
+    with pytest.raises(ConfigError, match=words):
+        lab.main([str(pretraining)], QUIET, launch=here)
+    capsys.readouterr()
+
+
+def test_equal_active_parameters_need_equal_tokens(pretraining, capsys):
+    changed(pretraining, ("--shape.hidden-size 32", "--shape.hidden-size 16 --steps 24"))
+    changed(pretraining, ("question", 'equal = "active"\nquestion'))
+    words = "arm 'wide' has 6,144 training tokens, 'narrow' 3,072: more than 5% apart"
     with pytest.raises(ConfigError, match=words):
         lab.main([str(pretraining)], QUIET, launch=here)
     capsys.readouterr()

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import Field
 from tyro.conf import Positional, arg
@@ -23,7 +23,7 @@ from tyro.conf import Positional, arg
 from unfreeze.commands.lab_cost import Cost, cost_of, equal_steps, refuse_unequal
 from unfreeze.commands.lab_runs import Run, diverged, main_runs, measured, tuning_runs
 from unfreeze.commands.lab_table import Answer, answer_of, page_of, printed, results_of
-from unfreeze.commands.staged import STOP, Launch, Stopped, by_script, has_files, keep, launch, told
+from unfreeze.commands.staged import STOP, Launch, Stopped, alone, by_script, has_files, keep, launch, told
 from unfreeze.config.lab import Lab, read_lab
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
@@ -58,13 +58,19 @@ def main(arguments: list[str], common: Common, launch: Launch = launch) -> dict[
     """
     config = parse(Config, arguments, command="lab", description=__doc__ or "", positional=True)
     lab = read_lab(Path(config.file), config.out)
-    study = Study(lab, common, launch, shlex.join(["unfreeze", "lab", *arguments]))
-    if config.list:
-        return study.listed()
-    if config.dry_run:
-        return study.planned()
-    with writing(study.out, "out"):
-        study.out.mkdir(parents=True, exist_ok=True)
+    again = shlex.join(["unfreeze", "lab", *arguments])
+    if not (config.list or config.dry_run):
+        with writing(Path(lab.out), "out"):
+            Path(lab.out).mkdir(parents=True, exist_ok=True)
+        with alone(Path(lab.out)):
+            return run(config, Study(lab, common, launch, again))
+    study = Study(lab, common, launch, again)
+    return study.listed() if config.list else study.planned()
+
+
+def run(config: Config, study: Study) -> dict[str, Any]:
+    """Run what is left, write page and results."""
+    lab, common = study.lab, study.common
     study.prepare()
     study.count()
     study.run_all()
@@ -144,6 +150,9 @@ class Study:
         first = lab.arms[0].name
         if lab.equal == "active":
             refuse_unequal("active parameters", {name: cost.active for name, cost in self.costs.items()})
+            tokens: dict[str, float | None] = {name: cost.tokens for name, cost in self.costs.items()}
+            if any(tokens.values()):
+                refuse_unequal("training tokens", tokens)
         if lab.equal != "flops":
             self.tuning_steps = dict.fromkeys(self.steps, lab.tuning_steps)
             return
@@ -258,7 +267,7 @@ class Study:
         return code
 
     def refuse_other_budgets(self) -> None:
-        """For scripts, which say what they have cost: refuse arms that differ in what is held equal."""
+        """For scripts, which say what they have cost: refuse runs that differ in what is held equal."""
         if self.lab.equal == "none" or len(self.costs) == len(self.lab.arms):
             return
         field, words = ("flops", "FLOPs") if self.lab.equal == "flops" else ("active", "active parameters")
@@ -268,7 +277,9 @@ class Study:
                 n for n in self.notes.values() if n["arm"] == arm.name and not n["tuning"] and "value" in n
             ]
             if ran:
-                values[arm.name] = ran[0].get(field)
+                counted = [note.get(field) for note in ran]
+                first = next(iter(values.values()), counted[0])
+                values[arm.name] = farthest(counted, first)
         if values:
             refuse_unequal(words, values)
 
@@ -296,11 +307,16 @@ class Study:
     def planned(self) -> dict[str, Any]:
         """Print every run, its FLOPs, and the minutes that are left."""
         if not self.prepared:
+            commands = [
+                each if each.startswith("python ") else f"unfreeze {each}" for each in self.lab.prepare
+            ]
             raise ConfigError(
-                "the data is not made yet, so FLOPs cannot be counted", next=self.lab.prepare[0]
+                "the data is not made yet, so FLOPs cannot be counted", next=" && ".join(commands)
             )
         self.count()
+        self.refuse_changed(self.tuning())
         runs = [*self.tuning(), *self.main()]
+        self.refuse_changed(runs)
         rows: list[dict[str, Any]] = []
         for run in runs:
             flops, done = self._flops(run), bool(self.notes.get(run.name, {}).get("finished"))
@@ -324,6 +340,8 @@ class Study:
         """Print the ledger."""
         fields = ("arm", "seed", "rate", "steps", "tuning", "finished", "value", "seconds", "key", "command")
         rows = [{"name": name, **{f: note.get(f) for f in fields}} for name, note in self.notes.items()]
+        for row in rows:  # the same command runs it again
+            row["finished"] = bool(row["finished"]) and has_files(self.out / row["name"])
         for row in rows if not self.common.json else ():
             value = ABSENT if row["value"] is None else f"{row['value']:.4g}"
             state = "finished" if row["finished"] else "begun"
@@ -392,10 +410,31 @@ def _cpu_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def farthest(counted: Sequence[float | None], first: float | None) -> float | None:
+    """Return the number that differs most from `first`; None if one is not counted."""
+    known = [number for number in counted if number is not None]
+    if first is None or len(known) < len(counted):
+        return None
+    return max(known, key=lambda number: abs(number - first))
+
+
+def _is_note(note: object) -> bool:
+    """True if a run's note has what is read from it."""
+    if not isinstance(note, dict):
+        return False
+    begun = {"arm", "tuning", "finished", "seconds", "cpu_seconds", "key", "command"}
+    return not ((begun | {"value"} if note.get("finished") else begun) - note.keys())
+
+
 def opened(out: Path) -> dict[str, Any]:
     """Read lab.json, or begin one. Raises ConfigError for a folder of something else."""
     if (out / RECORD).is_file():
-        return read_object(out / RECORD, ConfigError)
+        again = "give another folder as --out"
+        record = read_object(out / RECORD, ConfigError, next=again)
+        runs = record.get("runs")
+        if not isinstance(runs, dict) or not all(map(_is_note, cast(dict[str, Any], runs).values())):
+            raise ConfigError(f"{out / RECORD} is no ledger of a study", next=again)
+        return record
     if has_files(out):
         raise ConfigError(f"{out} is not empty and has no {RECORD}", next="give another folder as --out")
     return {"runs": {}}

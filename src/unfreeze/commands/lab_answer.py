@@ -7,9 +7,13 @@ seeds with differences d_s
 
 Where runs keep their losses by held-out row, a second interval says how far other rows would move it: with
 d_r the difference of row r, a mean over seeds, its standard error is ByRow.change's (evaluate/by_row.py).
-validation_fraction holds other rows out for each seed: these are independent. The interval that is shown
-covers both. Each interval holds alone in 95 of 100 studies; a study with many arms has
-more chances to err.
+The interval that is shown covers both, and what both make together: the rows' noise is shared by
+all seeds, so it is in no difference between them,
+
+    interval of both      mean d ± t(ν) · sqrt(s² + r²)       s, r: standard errors; ν: Welch-Satterthwaite's
+
+validation_fraction holds other rows out for each seed: these are independent, and their noise is in s.
+Each interval holds alone in 95 of 100 studies; a study with many arms has more chances to err.
 """
 
 from __future__ import annotations
@@ -27,12 +31,18 @@ EQUAL = {"flops": "at equal FLOPs", "active": "at equal active parameters", "non
 
 @dataclass(frozen=True)
 class Difference:
-    """An arm minus the first one: mean and 95 % interval. by: what the interval covers."""
+    """An arm minus the first one: mean and 95 % interval.
+
+    by              what the interval covers
+    error, degrees  standard error and its degrees of freedom
+    """
 
     mean: float
     low: float
     high: float
     by: str
+    error: float = 0.0
+    degrees: float = 1.0
 
     @property
     def clear(self) -> bool:
@@ -88,8 +98,9 @@ def over_seeds(gaps: Sequence[float]) -> Difference:
     if count < 2:
         return Difference(mean, -math.inf, math.inf, "seeds")
     spread = math.sqrt(math.fsum((gap - mean) ** 2 for gap in gaps) / (count - 1))
-    reach = t_quantile(count - 1) * spread / math.sqrt(count)
-    return Difference(mean, mean - reach, mean + reach, "seeds")
+    error = spread / math.sqrt(count)
+    reach = t_quantile(count - 1) * error
+    return Difference(mean, mean - reach, mean + reach, "seeds", error, count - 1)
 
 
 def over_rows(first: Sequence[Any], other: Sequence[Any]) -> Difference | None:
@@ -103,8 +114,9 @@ def over_rows(first: Sequence[Any], other: Sequence[Any]) -> Difference | None:
     seeds = [np.array([*a, b[0]], dtype=float) for a, b in zip(first, other, strict=True) if a[1] == b[1]]
     if len(seeds) < len(first) or any((rows[1] > 0).sum() < 2 for rows in seeds):
         return None
+    by = "rows of each seed"
     if all(np.array_equal(rows[1], seeds[0][1]) for rows in seeds):
-        seeds = [np.mean(seeds, axis=0)]
+        seeds, by = [np.mean(seeds, axis=0)], "rows"
     means: list[float] = []
     variances: list[float] = []
     degrees = 0
@@ -117,8 +129,9 @@ def over_rows(first: Sequence[Any], other: Sequence[Any]) -> Difference | None:
         variances.append(spread / float(count_R.sum()) ** 2)
         degrees += rows - 1
     mean = math.fsum(means) / len(means)
-    reach = t_quantile(degrees) * math.sqrt(math.fsum(variances)) / len(means)
-    return Difference(mean, mean - reach, mean + reach, "rows")
+    error = math.sqrt(math.fsum(variances)) / len(means)
+    reach = t_quantile(degrees) * error
+    return Difference(mean, mean - reach, mean + reach, by, error, degrees)
 
 
 def difference(first: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> Difference | None:
@@ -132,7 +145,17 @@ def difference(first: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, 
     rows = over_rows([run["rows"] for run in first], [run["rows"] for run in other])
     if rows is None:
         return seeds
-    return Difference(seeds.mean, min(seeds.low, rows.low), max(seeds.high, rows.high), "seeds and rows")
+    reach = together(seeds, rows) if rows.by == "rows" else 0.0
+    low, high = min(seeds.low, rows.low, seeds.mean - reach), max(seeds.high, rows.high, seeds.mean + reach)
+    return Difference(seeds.mean, low, high, "seeds and rows")
+
+
+def together(seeds: Difference, rows: Difference) -> float:
+    """Half the width of an interval over other seeds and other rows, by Welch and Satterthwaite."""
+    s, r = seeds.error**2, rows.error**2
+    if not s + r:
+        return 0.0
+    return t_quantile((s + r) ** 2 / (s**2 / seeds.degrees + r**2 / rows.degrees)) * math.sqrt(s + r)
 
 
 def number(value: float) -> str:

@@ -48,6 +48,11 @@ class Cost:
     steps: int | None
 
     @property
+    def tokens(self) -> int | None:
+        """Tokens of a run; None if it counts epochs."""
+        return None if self.steps is None else self.tokens_per_step * self.steps
+
+    @property
     def per_step(self) -> float | None:
         return None if self.per_token is None else self.per_token * self.tokens_per_step
 

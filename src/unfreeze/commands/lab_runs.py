@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
-from unfreeze.commands.staged import digest
+from unfreeze.commands.staged import digest, is_file
 from unfreeze.config.lab import Arm, Lab
 from unfreeze.config.parse import read_toml
 from unfreeze.core.errors import ConfigError, nearest
@@ -58,7 +59,7 @@ class Run:
 
     def key(self) -> str:
         """Hash of the words, and of the files that they name, or that their TOML file names."""
-        files = [word for word in self.words if Path(word).is_file()]
+        files = [word for word in self.words if is_file(word)]
         inside = [text for file in files if file.endswith(".toml") for text in _texts(read_toml(Path(file)))]
         return digest(self.words, [*files, *inside])
 
@@ -179,31 +180,41 @@ def of_script(file: Path, run: Run) -> dict[str, Any]:
         raise ConfigError(f"{run.name}: the script left no {RESULT} in its --out", next=again)
     read = read_object(file, ConfigError)
     value, rows, curve, more = (read.get(name) for name in ("value", "rows", "curve", "more"))
+    finite = _is_number(value) and math.isfinite(value)
     wrong = {
         "value": "value" not in read or not (value is None or _is_number(value)),
-        "rows": rows is not None and not (isinstance(rows, list) and all(map(_is_number, rows))),
+        "rows": finite and rows is not None and not (isinstance(rows, list) and all(map(_is_finite, rows))),
         "curve": curve is not None and not (isinstance(curve, list) and all(map(_is_pair, curve))),
         "more": more is not None and not (isinstance(more, dict) and all(map(_is_number, more.values()))),
         **{
-            name: read.get(name) is not None and not _is_number(read[name])
+            name: read.get(name) is not None and not (_is_finite(read[name]) and read[name] >= 0)
             for name in ("flops", "active", "total")
         },
     }
     if field := next((name for name, bad in wrong.items() if bad), ""):
         raise ConfigError(f"{run.name}: {RESULT} has {field} {read.get(field)!r:.40}", next=again)
-    finite = value is not None and math.isfinite(value)
     return {
         "value": value if finite else None,
-        "rows": [rows, [1.0] * len(rows)] if rows else None,
+        "rows": [rows, [1.0] * len(rows)] if finite and rows else None,
         "curve": curve or [],
         "more": more or {},
         **{name: read[name] for name in ("flops", "active", "total") if read.get(name) is not None},
     }
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_number(value: object) -> TypeGuard[float]:
+    """True for a float, and for an integer that a float can hold."""
+    return isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    )
+
+
+def _is_finite(value: object) -> TypeGuard[float]:
+    return _is_number(value) and math.isfinite(value)
 
 
 def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, cast(Sequence[Any], value)))
+    """True for [step, value]; the value of a run that diverges may be NaN."""
+    if not isinstance(value, list) or len(pair := cast(list[Any], value)) != 2:
+        return False
+    return _is_finite(pair[0]) and _is_number(pair[1])

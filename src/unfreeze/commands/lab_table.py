@@ -67,7 +67,7 @@ def answer_of(
         head=head,
         rows=rows,
         curves={name: [note["curve"] for note in own[name] if note.get("curve")] for name in names},
-        cautions=_cautions(lab, gaps, rates, left) + _uneven(lab, own),
+        cautions=_cautions(lab, gaps, rates, left, len(seeds)) + _alike(own, gaps) + _uneven(lab, own),
         left=left,
     )
 
@@ -154,7 +154,7 @@ def _mean_of(values: Sequence[float]) -> str:
 
 
 def _cautions(
-    lab: Lab, gaps: Mapping[str, Difference | None], rates: Mapping[str, float], left: int
+    lab: Lab, gaps: Mapping[str, Difference | None], rates: Mapping[str, float], left: int, seeds: int
 ) -> list[str]:
     """Sentences that a reader needs before they believe the answer."""
     words: list[str] = []
@@ -172,10 +172,24 @@ def _cautions(
     by = {gap.by for gap in gaps.values() if gap}
     if by:
         extra = ", widened to cover other held-out rows" if "seeds and rows" in by else ""
-        words.append(f"Intervals: Student's t over {lab.seeds} seeds, paired by seed{extra}.")
+        words.append(f"Intervals: Student's t over {seeds} seeds, paired by seed{extra}.")
     if not left and len(gaps) > 1 and all(gaps.values()):
         order = ranking([arm.name for arm in lab.arms], gaps, lab.better)
         words.append(f"Best first: {', '.join(order)}." if order else "No ranking: intervals overlap.")
+    return words
+
+
+def _alike(own: Mapping[str, Notes], gaps: Mapping[str, Difference | None]) -> list[str]:
+    """Say so if a seed changed nothing, or if rows could not widen an interval."""
+    words: list[str] = []
+    same = [name for name, notes in own.items() if len(notes) > 1 and len({n["value"] for n in notes}) == 1]
+    if same:
+        words.append(
+            f"All seeds of {', '.join(same)} have one value: their spread, and so an interval, says nothing."
+        )
+    rows = [all(note.get("rows") for note in notes) for notes in own.values() if notes]
+    if any(rows) and any(gap and gap.by == "seeds" for gap in gaps.values()):
+        words.append("Arms have other held-out rows, so an interval covers seeds alone.")
     return words
 
 
@@ -186,7 +200,8 @@ def _uneven(lab: Lab, own: Mapping[str, Notes]) -> list[str]:
         for name, notes in own.items()
         if (flops := [note["flops"] for note in notes if note.get("flops") is not None])
     }
-    apart = max(means.values(), default=0.0) / min(means.values(), default=1.0) - 1 if means else 0.0
+    least = min(means.values(), default=0.0)
+    apart = max(means.values()) / least - 1 if least else 0.0
     if lab.equal != "flops" or apart <= WITHIN:
         return []
     return [f"FLOPs are up to {apart:.0%} apart: with so few steps whole ones cannot be more equal."]
@@ -227,7 +242,8 @@ def page_of(lab: Lab, answer: Answer, record: Mapping[str, Any]) -> dict[str, An
         "head": answer.head,
         "rows": answer.rows,
         "settings": settings(lab),
-        "value": f"{lab.value}{f', {lab.measured_in}' if lab.measured_in else ''}",
+        "value": lab.curve or f"{lab.value}{f', {lab.measured_in}' if lab.measured_in else ''}",
+        "across": lab.across,
         "curves": answer.curves,
         "flops": {name: of[0] for name, of in flops.items() if of and of[0]},
         "arms": [{"name": arm.name, "about": arm.about, "commands": commands[arm.name]} for arm in lab.arms],

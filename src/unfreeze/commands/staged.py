@@ -7,6 +7,7 @@ that is complete, and the same command goes on.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -14,11 +15,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError
 
 STOP = "stop"
 """Key of a result: the stage is done, but Ctrl-C came meanwhile."""
@@ -42,6 +45,7 @@ def launch(words: Sequence[str], quiet: bool) -> tuple[int, dict[str, Any]]:
         [*command, *(["--quiet"] if quiet and own else [])],
         stdout=subprocess.PIPE,
         text=True,
+        errors="replace",  # a script may print any bytes
         preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
     interrupted = False
@@ -82,6 +86,23 @@ def by_script(
     return code, result
 
 
+@contextmanager
+def alone(out: Path) -> Generator[None]:
+    """Hold the folder, so that no other process writes into it meanwhile. Raises ConfigError if one does."""
+    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(
+            f"another process works in {out}", next="wait for it, or give another --out"
+        ) from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def told(common: Common, line: str) -> None:
     """Print a line of progress."""
     if not common.quiet:
@@ -92,13 +113,18 @@ def has_files(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
+def is_file(word: str) -> bool:
+    """True if a word of a command is a file. Path.is_file raises for words that are too long for a name."""
+    return os.path.isfile(word)
+
+
 def digest(texts: Sequence[str], files: Sequence[str]) -> str:
     """Hash of texts, and of the content of those files that exist."""
     hashed = hashlib.blake2b(digest_size=16)
     for text in texts:
         hashed.update(text.encode() + b"\0")
     for file in files:
-        if Path(file).is_file():
+        if is_file(file):
             hashed.update(Path(file).read_bytes())
     return hashed.hexdigest()
 

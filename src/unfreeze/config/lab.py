@@ -54,7 +54,13 @@ class Lab(Frozen):
 
     question: str = Field(min_length=1, description="heading of the page")
     out: Folder = Field(description="folder with a folder for each run, lab.json and lab.html")
-    seeds: int = Field(default=LEAST_SEEDS, le=1000, description="seeds 0, 1, 2 … of every arm; 3 or more")
+    seeds: int = Field(
+        default=LEAST_SEEDS,
+        ge=LEAST_SEEDS,
+        le=1000,
+        strict=True,
+        description="seeds 0, 1, 2 … of every arm; 3 or more",
+    )
     prepare: Texts = Field(
         default=(), description="commands that make data, once: python SCRIPT …, or a command"
     )
@@ -62,6 +68,8 @@ class Lab(Frozen):
     run: str = Field(default="", description="a training command without --seed and --out")
     python: str = Field(default="", description="script, run as python SCRIPT … --seed S --out FOLDER")
     value: str = Field(default="loss", description="measure of the last validation; of a script: its name")
+    curve: str = Field(default="", description="measure of the curves, if it is not the value")
+    across: str = Field(default="", description="x of the curves, if it is not the step")
     unit: str = Field(default="", description="unit of the value; of a loss: nats")
     better: Literal["lower", "higher"] = Field(default="lower", description="the better value")
     equal: Literal["flops", "active", "none"] = Field(
@@ -78,7 +86,8 @@ class Lab(Frozen):
     def words(self, arm: Arm) -> list[str]:
         """Words of an arm's command, without `unfreeze`: "pretrain …", or "python SCRIPT …"."""
         base = arm.run or self.run
-        return _split(base or f"python {self.python}", arm.name) + _split(arm.flags, arm.name)
+        whose = f"arm {arm.name!r}"
+        return _split(base or f"python {self.python}", whose) + _split(arm.flags, whose)
 
     @property
     def measured_in(self) -> str:
@@ -104,11 +113,11 @@ def read_lab(path: Path, out: str = "") -> Lab:
     return lab
 
 
-def _split(text: str, arm: str) -> list[str]:
+def _split(text: str, whose: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"arm {arm!r}: {error} in {text!r}", next=EXAMPLE) from None
+        raise ConfigError(f"{whose}: {error} in {text!r}", next=EXAMPLE) from None
 
 
 def has(words: list[str], names: tuple[str, ...]) -> str:
@@ -125,9 +134,11 @@ def _check(lab: Lab) -> None:
         if arm.name in words:
             raise ConfigError(f"two arms are called {arm.name!r}", next="rename one of them")
         own = lab.words(arm)
+        if len(own) < 2:
+            raise ConfigError(f"arm {arm.name!r} has no command: {shlex.join(own)!r}", next=EXAMPLE)
         if flag := has(own, OWN):
             raise ConfigError(f"arm {arm.name!r} has {flag}, which the study gives", next=f"drop {flag}")
-        if number and lab.equal == "flops" and lab.run and (flag := has(_split(arm.flags, arm.name), STEPS)):
+        if number and lab.equal == "flops" and lab.run and (flag := has(shlex.split(arm.flags), STEPS)):
             raise ConfigError(
                 f"arm {arm.name!r} has {flag}, but equal = flops sets its steps",
                 next=f'drop {flag}, or equal = "none"',
@@ -140,14 +151,18 @@ def _check(lab: Lab) -> None:
             raise ConfigError(f"arms {twin!r} and {arm.name!r} do not differ", next="give one of them flags")
         words[arm.name] = own
     rates = lab.learning_rates
-    if len(rates) == 1 or len({*rates}) < len(rates) or not all(map(math.isfinite, rates)):
+    different = {f"{rate:g}" for rate in rates}  # as flags and names of runs have them
+    if len(rates) == 1 or len(different) < len(rates) or not all(map(math.isfinite, rates)):
         raise ConfigError(
-            f"learning_rates has {len({*rates})} different rates of {len(rates)}; two or more are tried",
+            f"learning_rates has {len(different)} different rates of {len(rates)}; two or more are tried",
             next="learning_rates = [1e-3, 2e-3, 4e-3]",
         )
     if lab.tuning_steps is not None and (lab.python or not rates):
         raise ConfigError(
             "tuning_steps has no effect without run and learning_rates", next="leave tuning_steps out"
         )
+    for command in lab.prepare:
+        if not _split(command, "prepare"):
+            raise ConfigError("prepare has a command without words", next=EXAMPLE)
     if bool(lab.prepare) != bool(lab.makes):
         raise ConfigError("prepare and makes go together", next='makes = "build/lab/texts"')

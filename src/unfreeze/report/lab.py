@@ -17,9 +17,9 @@ FLOP_UNITS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
 def write_lab(path: Path, page: Mapping[str, Any]) -> None:
     """Write the page atomically.
 
-    page  question, sentence, cautions, head and rows of the table, settings, value (name of the measure),
-          curves: arm -> [[step, value], …] of each seed, flops: arm -> FLOPs of its first run, arms (name,
-          about, commands) and spent, the time of all runs
+    page  question, sentence, cautions, head and rows of the table, settings, value (measure of the curves),
+          across (their x; "": steps), curves: arm -> [[step, value], …] of each seed, flops: arm -> FLOPs of
+          its first run, arms (name, about, commands) and spent, the time of all runs
     """
     body = render(
         "lab.html",
@@ -33,14 +33,15 @@ def write_lab(path: Path, page: Mapping[str, Any]) -> None:
 
 
 def _figure(page: Mapping[str, Any]) -> Figure | None:
-    """Mean and band of every arm, over FLOPs where all arms count them, else over steps."""
+    """Mean and band of every arm, over FLOPs if x is a step and all arms count them."""
     curves: Mapping[str, Sequence[Sequence[Sequence[float]]]] = page["curves"]
     shown = {name: mean_and_band(of) for name, of in curves.items() if of}
     shown = {name: of for name, of in shown.items() if len(of[0]) > 1}
     if not shown or len(shown) > MOST_LINES:
         return None
-    x, scales = "step", dict.fromkeys(shown, 1.0)
-    if all(page["flops"].get(name) for name in shown):
+    x, scales = page["across"] or "step", dict.fromkeys(shown, 1.0)
+    steps = [step for xs, *_ in shown.values() for step in (xs[0], xs[-1])]
+    if not page["across"] and min(steps) >= 0 and all(page["flops"].get(name) for name in shown):
         most = max(page["flops"][name] for name in shown)
         unit, x = next((each for each in FLOP_UNITS if most >= 10 * each[0]), FLOP_UNITS[-1])
         scales = {name: page["flops"][name] / unit / shown[name][0][-1] for name in shown}
