@@ -10,7 +10,7 @@ from unfreeze.config.parse import parse
 from unfreeze.recipes import pretrain, sft
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHERS = {"synth", "lives"}  # recipes of synthesis: tests/synth/test_recipes.py; lives: below
+OTHERS = {"synth", "lives", "lab"}  # tests/synth/test_recipes.py; below; test_lab_tomls.py
 EXAMPLES = sorted(
     path
     for path in set((ROOT / "examples").rglob("*.toml")) - {ROOT / "examples" / "clean.toml"}

@@ -159,7 +159,7 @@ def test_meta_tensors_no_file_can_fill_are_refused(folder: Path) -> None:
 def test_what_was_not_handed_over_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """L8, last check, on the result: the fault planted is a hand-over that forgets; control arm: without the
     check the model stays on meta."""
-    monkeypatch.setattr("unfreeze.parallel.placement.place._hand_over", lambda model, new, device: None)
+    monkeypatch.setattr("unfreeze.parallel.placement.place.hand_over", lambda model, new, device: None)
     with pytest.raises(CheckpointError, match=r"is not materialised after placing"):
         place(Model(), open_checkpoint(folder), RULES, device="cpu")
     monkeypatch.setattr("unfreeze.parallel.placement.place._check_materialised", lambda model: None)

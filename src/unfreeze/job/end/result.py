@@ -77,7 +77,7 @@ def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bo
     name = shlex.quote(str(run_dir))
     plan = last(read_events(run_dir / "events.jsonl"), PlanEvent) if export else None
     reader, note = (plan.get("export_for", "vllm"), plan.get("export_note", "")) if plan else ("vllm", "")
-    if of_texts(run_dir):  # it has read no conversation: an answer would be a surprise
+    if not export and of_texts(run_dir):  # it has read no conversation: an answer would be a surprise
         return f'next: unfreeze generate {name} --prompt "…"'
     if not export or not reader:
         return f'next: unfreeze chat {name}    unfreeze generate {name} --prompt "…"'
