@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from unfreeze.core.errors import CheckpointError, nearest
 
 if TYPE_CHECKING:
-    from unfreeze.models.blocks.bytes import Block
     from unfreeze.models.factory import Factory
+    from unfreeze.models.layer import Layer
     from unfreeze.models.shape import Shape
 
 ASSEMBLED = "unfreeze_parts"
@@ -244,7 +244,7 @@ def _placed(entries: Sequence[Mapping[str, Any]], num_layers: int) -> Iterator[P
         yield from (Placed(layer, name, options) for layer in layers)
 
 
-def assembled(layer: Block, shape: Shape, index: int, make: Factory) -> Block:
+def assembled(layer: Layer, shape: Shape, index: int, make: Factory) -> Layer:
     """The family's layer `index` with the parts of `shape` in place of its own."""
     for part in shape.parts:
         if part.layer != index:
