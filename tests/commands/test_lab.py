@@ -297,6 +297,18 @@ def test_more_seeds_keep_the_runs_that_are_there(study):
     assert [line.split()[-1] for line in ran(study)[6:]] == ["3", "3"]
 
 
+def test_a_module_that_a_script_imports_is_part_of_its_arms(study, tmp_path):
+    (tmp_path / "shared.py").write_text("A = 1\n")
+    (tmp_path / "run.py").write_text("import shared\n" + SCRIPT.format(log=tmp_path / "log"))
+    lab.main([str(study)], QUIET)
+    (tmp_path / "unrelated.py").write_text("A = 2\n")
+    lab.main([str(study)], QUIET)  # control: another file of the folder is not
+    (tmp_path / "shared.py").write_text("A = 2\n")
+    with pytest.raises(ConfigError, match="arm 'plain'"):
+        lab.main([str(study)], QUIET)
+    assert len(ran(study)) == 6
+
+
 def test_an_arm_that_changed_is_refused_by_name(study, tmp_path):
     lab.main([str(study)], QUIET)
     changed(study, ("--shift -0.3", "--shift -0.2"))

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
-from unfreeze.commands.staged import digest, is_file
+from unfreeze.commands.reads import files_of
+from unfreeze.commands.staged import digest
 from unfreeze.config.lab import Arm, Lab
-from unfreeze.config.parse import read_toml
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.report.events import read_events
 from unfreeze.untrusted.json_object import read_object
@@ -58,21 +58,8 @@ class Run:
         return shlex.join([*words, "--out", str(folder)])
 
     def key(self) -> str:
-        """Hash of the words, and of the files that they name, or that their TOML file names."""
-        files = [word for word in self.words if is_file(word)]
-        inside = [text for file in files if file.endswith(".toml") for text in _texts(read_toml(Path(file)))]
-        return digest(self.words, [*files, *inside])
-
-
-def _texts(value: Any) -> list[str]:
-    """Texts in a TOML table, however deep."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Mapping):
-        value = [*cast(Mapping[str, Any], value).values()]
-    return (
-        [text for each in cast(list[Any], value) for text in _texts(each)] if isinstance(value, list) else []
-    )
+        """Hash of the words, and of the files that they name, with what those name or import (reads.py)."""
+        return digest(self.words, [str(file) for file in files_of(self.words)])
 
 
 def tuning_runs(lab: Lab, steps: Mapping[str, int | None]) -> list[Run]:
