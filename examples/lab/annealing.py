@@ -3,9 +3,9 @@
     python examples/lab/annealing.py --arm restarts --seed 0 --out runs/annealing
     unfreeze lab examples/lab/annealing.toml
 
-A byte model reads 16 KiB of text again and again. Every 20 steps the held-out loss is measured. The value is
-the lowest of them, which is what a run that stops early and keeps its best step has; cosine with that is the
-first arm. The others, at the same peak and number of steps:
+A byte model reads 16 KiB of text again and again. Every 20 steps the held-out loss is measured. One half of
+the rows chooses the best step, as early stopping does; the value is the loss of the other half at that step.
+Cosine with that is the first arm. The others, at the same peak and number of steps:
 
     constant  after the warm-up the peak to the end
     wsd       constant, and down by 1 - sqrt in the last fifth
@@ -82,15 +82,15 @@ def average(kept: Decoder, model: Decoder) -> None:
 def study(
     arm: str, seed: int, steps: int = STEPS, rows: int = 96
 ) -> tuple[list[float], dict[str, float], list[list[float]]]:
-    """(loss of each held-out row at the best step, further numbers, curve of the held-out loss)."""
+    """(loss of each reported row at the best step, further numbers, curve of the rows that choose it)."""
     train, held_out = texts()
     corpus = train[seed * CORPUS : (seed + 1) * CORPUS]  # each seed has its own
-    options = held_out[: rows * LENGTH * 7].view(rows, -1)[:, :LENGTH]
+    rows_RL = held_out[: rows * LENGTH * 7].view(rows, -1)[:, :LENGTH]
     model = fresh(seed, width=96, initializer_range=0.1)
     shown = copy.deepcopy(model) if arm == "averaged" else model
     steps_of, optimizer = batches(corpus, seed), AdamW(model)
     curve: list[list[float]] = []
-    lowest: list[float] = []
+    best_step, last, reported = 0, list[float](), list[float]()
     trained: list[float] = []
     for step in range(1, steps + 1):
         optimizer.zero_grad()
@@ -102,14 +102,15 @@ def study(
         if shown is not model:
             average(shown, model)
         if step % EVERY == 0 or step == steps:
-            each = held_out_loss(shown, options)
-            curve.append([step, sum(each) / len(each)])
+            each = held_out_loss(shown, rows_RL)
+            choosing, last = each[::2], each[1::2]
+            curve.append([step, sum(choosing) / len(choosing)])
             if curve[-1][1] == min(of for _, of in curve):
-                lowest = each
-    best_step, best = min(curve, key=lambda each: each[1])
+                best_step, reported = step, last
     end = trained[-max(1, steps // 20) :]
-    more = {"last": curve[-1][1], "gap": curve[-1][1] - best, "best_step": best_step}
-    return lowest, {**more, "train": sum(end) / len(end)}, curve
+    at_end, best = sum(last) / len(last), sum(reported) / len(reported)
+    more = {"last": at_end, "gap": at_end - best, "best_step": float(best_step)}
+    return reported, {**more, "train": sum(end) / len(end)}, curve
 
 
 if __name__ == "__main__":

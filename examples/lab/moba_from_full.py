@@ -111,9 +111,10 @@ if __name__ == "__main__":
     making = argparse.ArgumentParser(add_help=False)
     making.add_argument("--bases", type=Path)
     making.add_argument("--steps", type=int, default=STEPS)
+    making.add_argument("--seeds", type=int, default=SEEDS)
     if (options := making.parse_known_args()[0]).bases:
         torch.set_num_threads(1)
-        bases(options.bases, options.steps)
+        bases(options.bases, options.steps, options.seeds)
     else:
         options = arguments(__doc__, ARMS)
         steps = options.steps or STEPS

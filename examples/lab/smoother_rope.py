@@ -48,7 +48,7 @@ BOUND, PAIRS = 6, (8, 100)  # colours of a text, and needles and questions of 25
 STEPS, TUNING, RATE, TOKENS = 400, 40, 3e-3, 4096
 LETTER_WEIGHT = 0.1  # beside 1 for an answer
 ASKED = 32  # texts per cell of the grid
-BASES = Path("build/lab/smoother_rope")
+BASES = Path("build/lab/smoother_rope_bases")
 
 
 def config(arm: str) -> dict[str, object]:
