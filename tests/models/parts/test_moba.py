@@ -175,7 +175,10 @@ def test_following_reports_the_gates_divergence():
     "fields, says",
     [
         ({"base_model_type": "gemma2", "query_pre_attn_scalar": 16}, "no softcap"),
-        ({"base_model_type": "deepseek_v3", "kv_lora_rank": 16, "qk_nope_head_dim": 8}, "attention of q, k and v"),
+        (
+            {"base_model_type": "deepseek_v3", "kv_lora_rank": 16, "qk_nope_head_dim": 8},
+            "attention of q, k and v",
+        ),
     ],
 )
 def test_an_attention_that_cannot_choose_is_refused_in_one_line(fields, says):
