@@ -9,6 +9,8 @@ import unfreeze
 from tests.compress.test_swap import ATTENTION, IDS, assert_same_bits, swapped, tensors
 from tests.compress.test_upcycle import random_model
 from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.commands.inspect import inspect
 from unfreeze.commands.swap import options_of
 from unfreeze.core.errors import ConfigError
 
@@ -16,6 +18,16 @@ from unfreeze.core.errors import ConfigError
 def refused(capsys, *words: object) -> str:
     assert cli.main(["swap", *map(str, words)]) == 2
     return capsys.readouterr().err
+
+
+def test_packed_weights_are_counted_as_weights(tmp_path, capsys):
+    """The layers' own, as `inspect` counts them from the files; not the words of eight codes."""
+    words = ["swap", str(TINY_K2), "layers.*", "shorten", "--out", str(tmp_path / "out"), "--json"]
+    assert cli.main(words) == 0
+    facts = inspect(str(TINY_K2))
+    ends = sum(facts["groups"][name]["parameters"] for name in ("embeddings", "lm_head"))
+    last_norm = 128
+    assert json.loads(capsys.readouterr().out)["copied"] == facts["parameters"] - ends - last_norm
 
 
 def test_the_last_lines_have_the_figures_and_the_next_command(tmp_path, capsys):

@@ -9,9 +9,9 @@ copies the model. It works file by file: to continue after an interruption, run 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field
 from tyro.conf import Positional, arg
@@ -29,6 +29,7 @@ from unfreeze.tracking.live import LoadProgress
 if TYPE_CHECKING:
     from unfreeze.compress.shards import Record
     from unfreeze.compress.swap import Swap
+    from unfreeze.models import Decoder
 
 
 class Config(Frozen):
@@ -142,20 +143,34 @@ def _facts(work: Swap, out: Path) -> dict[str, Any]:
 
     written = open_checkpoint(out)
     resolved(written)
-    change, new = work.difference, work.after.state_dict()
-    old = work.before.state_dict()
+    change = work.difference
     return {
         "path": str(out),
         "family": work.before.shape.model_type,
         "parts": written.config.get("parts", []),
         "layers": list(change.layers),
         "modules": len(change.modules),
-        "copied": sum(new[name].numel() for name in change.copied),
-        "drawn": sum(new[name].numel() for name in change.drawn),
-        "dropped": sum(old[name].numel() for name in change.dropped),
+        "copied": _count(work.after, change.copied),
+        "drawn": _count(work.after, change.drawn),
+        "dropped": _count(work.before, change.dropped),
         "tensors": [len(change.copied), len(change.drawn), len(change.dropped)],
         "same": work.nothing,
     }
+
+
+def _count(model: Decoder, names: Iterable[str]) -> int:
+    """Number of weights; of a packed matrix those that it stands for, not the words that hold them."""
+    tensors, total, packed = model.state_dict(), 0, set[str]()
+    for name in names:
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        codec = getattr(module, "codec", None)
+        if codec is None or last not in codec.suffixes:
+            total += tensors[name].numel()
+        elif path not in packed:
+            packed.add(path)
+            total += cast(Any, module).packed.numel
+    return total
 
 
 def _sentences(result: dict[str, Any], config: Config) -> list[str]:
