@@ -20,7 +20,7 @@ from unfreeze.models.blocks.routers import Router
 from unfreeze.models.layer import Layer
 
 Readable = MLP | FusedMLP | PlainMLP | ReadMoE
-"""What a norm can stand after: its `read` computes the output again in a recomputation."""
+"""Modules that a norm can stand after: their `read` computes the output again in a recomputation."""
 INTO_VALUES = ("v_proj", "o_proj")
 """Matrices of attention that DeepNorm scales; those of q and k it leaves as they are."""
 
