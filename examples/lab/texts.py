@@ -10,13 +10,13 @@ import argparse
 import ast
 import json
 import random
+import shutil
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+import unfreeze
 
 LEAST, MOST = 80, 400  # characters of a piece
 HELD_OUT = 300
@@ -51,8 +51,8 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def make(out: Path, vocabulary: int = 1024) -> None:
-    """Write the rows and a byte-level tokenizer, whose last file is written last."""
-    (out / "tokenizer").mkdir(parents=True, exist_ok=True)
+    """Write the rows, and last a byte-level tokenizer."""
+    out.mkdir(parents=True, exist_ok=True)
     parts: dict[str, list[str]] = {"train": [], "held_out": []}
     seen: set[str] = set()
     for number, (_, text) in enumerate(texts()):
@@ -66,19 +66,9 @@ def make(out: Path, vocabulary: int = 1024) -> None:
     for name, rows in parts.items():
         lines = "".join(json.dumps({"text": text}) + "\n" for text in rows)
         (out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(parts["train"], trainer)
-    tokenizer.save(str(out / "tokenizer" / "tokenizer.json"))
-    settings = json.dumps({"eos_token": "<|endoftext|>"})
-    (out / "tokenizer" / "tokenizer_config.json").write_text(settings + "\n")
+    files, folder = str(out / "train.jsonl"), out / "tokenizer"
+    shutil.rmtree(folder, ignore_errors=True)
+    unfreeze.train_tokenizer(files, vocab=vocabulary, reserved=0, out=folder, quiet=True)
 
 
 if __name__ == "__main__":
