@@ -44,6 +44,7 @@ def read(run, kind, field):
     return [line[field] for line in lines if line["kind"] == kind]
 
 
+@pytest.mark.nightly  # 12 s; every change divides a step (tests/parallel/test_fsdp.py) and balances one (test_balanced.py)
 def test_two_processes_make_the_model_of_one(folder):
     assert cli.main(command(folder, folder / "one")) == 0
     with socket.socket() as free:

@@ -164,6 +164,7 @@ def test_a_killed_process_is_named_and_torchrun_goes_on_from_the_last_save(two, 
     assert losses(tmp_path / "run") == losses(two[0] / "run")
 
 
+@pytest.mark.nightly  # 10 s; Ctrl-C in one process: tests/recipes/test_sft.py
 def test_ctrl_c_at_torchrun_saves_in_all_and_rows_were_encoded_by_one(data: Path, tmp_path: Path):
     (tmp_path / "marks").mkdir()
     line = command(data, tmp_path / "run", "--steps", "4000", "--save-every", "0")

@@ -182,7 +182,7 @@ def fuzz(tmp_path, waits):
     return one
 
 
-@pytest.mark.parametrize("runs", [250, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("runs", [80, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_random_plans_book_at_least_the_bill_and_at_most_the_ceiling(fuzz, runs):
     whole = stopped = refused = 0
     for number in range(runs):

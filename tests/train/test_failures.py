@@ -180,7 +180,7 @@ SIZES = {
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
-@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp8", pytest.param("mxfp4", marks=pytest.mark.nightly)])
 def test_memory_is_flat_over_fifty_steps_on_experts_in_other_formats(name: str, tmp_path: Path):
     make(tmp_path, shapes.kimi(**SIZES) | {"quantization_config": shapes.EXPERTS_IN[name]})
     assert lasting_growth(None, tmp_path) <= 0.01

@@ -152,7 +152,16 @@ def check(op, dtype, mode, start):
     assert error <= 2 * op.tolerance[dtype]  # of two roundings, its own and the reference's
 
 
-@pytest.mark.parametrize("name, candidate, dtype", runnable())
+def first_of_an_op_then_nightly():
+    """Candidates of one op run the same code of choice: the first in every change, the others nightly."""
+    seen: set[str] = set()
+    for name, label, dtype in runnable():
+        marks = pytest.mark.nightly if name in seen else ()
+        seen.add(name)
+        yield pytest.param(name, label, dtype, marks=marks)
+
+
+@pytest.mark.parametrize("name, candidate, dtype", first_of_an_op_then_nightly())
 def test_a_candidate_passes_its_check_and_runs_in_every_grad_mode(name, candidate, dtype, first_start):
     op = alone(name, candidate)
     for mode in MODES if op.differentiable else ("inference_mode", "a Function's forward"):
