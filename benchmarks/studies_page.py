@@ -37,11 +37,14 @@ def page(studies: Sequence[Mapping[str, Any]]) -> str:
 
 def section(study: Mapping[str, Any]) -> str:
     """One study: question, answer, table, and how it was made."""
-    head: list[str] = study["head"]
+    # measures are rows: a grid of needles has 38 of them, and a page room for some arms only
+    head, *measures = [list(cells) for cells in zip(study["head"], *study["rows"], strict=True)]
     answer = f"**{plain(study['question'])}** {plain(study['sentence'])}."
     lines = [f"## {study['study'].replace('_', ' ')}", "", answer]
     lines += ["", f"| {' | '.join(map(plain, head))} |", f"|{'---|' * len(head)}"]
-    lines += [f"| {' | '.join(map(plain, row))} |" for row in study["rows"]]
+    lines += [f"| {' | '.join(map(plain, row))} |" for row in measures]
+    if expected := dict(study.get("settings", ())).get("expected"):
+        lines[2:2] = ["", f"Expected: {plain(expected)}"]
     lines += ["", plain(" ".join(study["cautions"]))]
     lines += [
         "",

@@ -30,7 +30,9 @@ def test_the_page_says_what_a_result_says(tmp_path):
         "| [Is wide better?](#wide-or-deep) | no difference: wide minus deep is -1 to 1 nats (3 seeds) |"
         in page
     )
-    assert "## wide or deep\n" in page and "| deep | 2.1 |\n| wide | 2.2 |" in page
+    assert (
+        "## wide or deep\n" in page and "| arm | deep | wide |\n|---|---|---|\n| loss | 2.1 | 2.2 |" in page
+    )
     assert "2026-11-27, cpu-amx, 2 CPUs: 6 runs, 1.5 min." in page
 
 

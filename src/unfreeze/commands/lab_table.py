@@ -258,6 +258,8 @@ def settings(lab: Lab) -> list[tuple[str, str]]:
         ("seeds", ", ".join(map(str, range(lab.seeds)))),
     ]
     rows += [("equal", lab.equal), ("better", lab.better)]
+    if lab.expected:
+        rows.append(("expected", " ".join(lab.expected.split())))
     if lab.learning_rates:
         rates = ", ".join(f"{rate:g}" for rate in lab.learning_rates)
         rows.append(("rates tried", f"{rates}; for each arm on a seed of its own"))

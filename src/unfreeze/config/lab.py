@@ -53,6 +53,7 @@ class Lab(Frozen):
     """A study: every arm with every seed."""
 
     question: str = Field(min_length=1, description="heading of the page")
+    expected: str = Field(default="", description="the answer expected beforehand; shown beside the answer")
     out: Folder = Field(description="folder with a folder for each run, lab.json and lab.html")
     seeds: int = Field(
         default=LEAST_SEEDS,
