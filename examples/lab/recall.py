@@ -11,6 +11,13 @@ value, among tokens that stand for nothing:
 The model is taught the values of the second half alone; the value of an arm is the share that it has right on
 rows that it has not seen. A head that sees few tokens must find the one block that has the key.
 Source of the task: arXiv:2312.04927, 3; there the gaps follow a power law, here they are even.
+
+    full            full attention, trained for STEPS steps and then for AFTER more
+    moba            the same STEPS with full attention; then MoBA in its place, with the same weights
+    sliding_window  likewise, with a window of as many tokens
+    fresh           MoBA from random weights, for STEPS + AFTER steps
+
+at once is the share right after the exchange.
 """
 
 from __future__ import annotations
@@ -21,24 +28,26 @@ import torch
 from studying import arguments, fit, packed, write
 from torch import Tensor
 
+import unfreeze
 from unfreeze.core.batch import Batch
 from unfreeze.models.decoder import Decoder
 from unfreeze.models.factory import from_config
 from unfreeze.models.from_shape import config_of
 from unfreeze.models.init import initialize
-from unfreeze.models.parts import ASSEMBLED, PARTS
+from unfreeze.models.parts import ASSEMBLED
 
-PAIRS, LENGTH, KEYS, VALUES = 6, 64, 16, 16
+PAIRS, LENGTH, KEYS, VALUES = 4, 48, 8, 8
 NOTHING = KEYS + VALUES  # the token that stands for nothing
-ROWS, STEPS, RATE = 32, 2000, 4e-3
+ROWS, STEPS, RATE = 32, 800, 4e-3
+AFTER, RATE_AFTER = 200, 2e-3
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-BLOCK, CHOSEN = 8, 3  # 24 of at most 64 tokens, as the window
-ARMS: dict[str, dict[str, object]] = {
+BLOCK, CHOSEN = 6, 3  # 18 of at most 48 tokens, as the window
+OPTIONS: dict[str, dict[str, int]] = {
     "full": {},
     "moba": {"block": BLOCK, "chosen": CHOSEN},
     "sliding_window": {"window": BLOCK * CHOSEN},
-    "gated_delta": {},
 }
+ARMS = (*OPTIONS, "fresh")
 
 
 def rows(count: int, drawn: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -65,14 +74,22 @@ def batches(seed: int, count: int = ROWS) -> Iterator[Batch]:
         yield packed(list(tokens), list(weights))
 
 
-def model_of(arm: str, seed: int) -> Decoder:
-    """A llama of random weights with the arm's attention in every layer; the same weights but for its own."""
+def model_of(part: str, seed: int) -> Decoder:
+    """A llama of random weights with this attention in every layer."""
     config = config_of("llama", SIZES, {"initializer_range": 0.1}, vocabulary=NOTHING + 1, positions=LENGTH)
     config |= {"model_type": ASSEMBLED, "base_model_type": "llama"}
-    config["parts"] = [{"at": "layers.*.self_attn", "part": arm, **ARMS[arm]}]
+    config["parts"] = [{"at": "layers.*.self_attn", "part": part, **OPTIONS[part]}]
     model = from_config(config, torch.float32, "cpu")
     initialize(model, seed)
     return model
+
+
+def exchanged(model: Decoder, part: str) -> Decoder:
+    """The same weights with this attention in every layer."""
+    copy = unfreeze.swap(
+        unfreeze.Model(model), "layers.*.self_attn", part, init="copy", **OPTIONS[part]
+    ).decoder
+    return copy.requires_grad_(True)
 
 
 @torch.no_grad()
@@ -87,23 +104,37 @@ def right(model: Decoder, seed: int, count: int = 256) -> list[float]:
     ]
 
 
-def study(arm: str, seed: int, steps: int = STEPS) -> tuple[Decoder, list[float], list[list[float]]]:
-    """(model, share of right values row by row, curve)."""
-    model = model_of(arm, seed)
+Shares = list[float]
+
+
+def study(
+    arm: str, seed: int, steps: int = STEPS, after: int = AFTER
+) -> tuple[Decoder, Shares, Shares, list]:
+    """(model, share of right values row by row, the same right after the exchange, curve)."""
+    tests = 10_000 + seed
+    if arm == "fresh":
+        model = model_of("moba", seed)
+        curve = fit(model, batches(seed), steps + after, RATE)
+        return model, right(model, tests), [], curve
+    model = model_of("full", seed)
     curve = fit(model, batches(seed), steps, RATE)
-    return model, right(model, 10_000 + seed), curve
+    model = model if arm == "full" else exchanged(model, arm)
+    at_once = right(model, tests)
+    later = fit(model, batches(1000 + seed), after, RATE_AFTER)
+    return model, right(model, tests), at_once, curve + [[steps + step, loss] for step, loss in later]
 
 
 if __name__ == "__main__":
-    options = arguments(__doc__, [arm for arm in ARMS if arm in PARTS])
+    options = arguments(__doc__, ARMS)
     steps = options.steps or STEPS
-    model, shares, curve = study(options.arm, options.seed, steps)
+    model, shares, at_once, curve = study(options.arm, options.seed, steps)
+    more = {"at once": sum(at_once) / len(at_once)} if at_once else {}
     write(
         options.out,
         sum(shares) / len(shares),
-        {"rows": len(shares)},
+        more,
         model=model,
-        tokens=steps * ROWS * LENGTH,
+        tokens=(steps + AFTER) * ROWS * LENGTH,
         curve=curve,
         rows=shares,
     )

@@ -35,15 +35,17 @@ def test_every_key_is_asked_once_more_and_its_value_follows(monkeypatch):
     assert taught.sum() == 4 * recall.PAIRS and (batch.targets_T[taught] >= recall.KEYS).all()
 
 
-@pytest.mark.parametrize("arm", ["full", "moba", "sliding_window"])
+@pytest.mark.parametrize("arm", ["full", "moba", "sliding_window", "fresh"])
 def test_an_arm_of_recall_learns(arm, monkeypatch):
-    """12 steps: that the answer is a value; and all arms begin with the same weights."""
+    """A few steps: that the answer is a value; and what is exchanged keeps its weights."""
     recall = script("recall", monkeypatch)
-    _, shares, curve = recall.study(arm, 0, steps=12)
+    _, shares, at_once, curve = recall.study(arm, 0, steps=10, after=2)
     assert len(shares) == 256 and all(0 <= share <= 1 for share in shares)
-    assert curve[-1][1] < curve[0][1] - 0.5
-    first, full = (recall.model_of(name, 0).state_dict() for name in (arm, "full"))
-    assert all(torch.equal(first[name], full[name]) for name in full)
+    assert len(at_once) == (0 if arm == "fresh" else 256)
+    assert [curve[0][0], curve[-1][0]] == [1, 12] and curve[-1][1] < curve[0][1] - 0.5
+    full = recall.model_of("full", 0)
+    part = recall.exchanged(full, "moba" if arm in ("full", "fresh") else arm)
+    assert all(torch.equal(part.state_dict()[name], weight) for name, weight in full.state_dict().items())
 
 
 def test_a_gate_of_full_rank_begins_as_the_mean_and_one_of_low_rank_learns(monkeypatch):
