@@ -18,7 +18,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from unfreeze.core.errors import UserError
 from unfreeze.serve.request import MAX_BODY, Refused
@@ -36,6 +36,7 @@ Headers = dict[str, str]
 OPEN = ("/health",)
 """Paths without a key: they tell nothing but loading or ready."""
 BODY_SECONDS = 30.0
+ENDING = "the server is ending; try again later"
 METHODS = "GET, POST"
 FAR = 60  # most seconds of Retry-After
 PATH = re.compile(r"[/\\]")
@@ -86,7 +87,7 @@ class Gate:
     ):
         self.app, self.rules, self.ended, self.retry_after = app, rules, ended, retry_after
         self.draining = False
-        self.visits: set[Visit] = set()
+        self.visits: dict[Visit, asyncio.Task[Any]] = {}
         """Requests that are being answered."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,7 +97,7 @@ class Gate:
         visit, path = Visit(), str(scope["path"])
         answer = Answer(send, visit, self.retry_after)
         VISIT.set(visit)
-        self.visits.add(visit)
+        self.visits[visit] = cast("asyncio.Task[Any]", asyncio.current_task())
         try:
             answer.more = allowed(scope, self.rules)
             if scope["method"] == "OPTIONS" and answer.more:
@@ -104,16 +105,20 @@ class Gate:
                 return
             admitted(scope, self.rules)
             if self.draining and path not in OPEN:
-                raise Refused(503, "the server is ending and takes no new requests", code="draining")
+                raise Refused(503, ENDING, code="draining")
             body = await whole_body(scope, receive, self.rules)
             await self._handed_on(scope, body, receive, answer)
+        except asyncio.CancelledError:
+            if visit.words != "drained":
+                raise
+            await answer.refused(Refused(503, ENDING, code="draining"))
         except Refused as error:
             await answer.refused(error)
         except Exception as error:
             await answer.refused(fault(error))
         finally:
             visit.leave("done")
-            self.visits.discard(visit)
+            self.visits.pop(visit)
             self.ended(answer.status, path, visit)
 
     async def _handed_on(self, scope: Scope, body: bytes, receive: Receive, answer: Answer) -> None:
@@ -148,9 +153,11 @@ class Gate:
                 await watch
 
     def end_all(self) -> None:
-        """Let nobody wait any more: what runs ends at its next token."""
-        for visit in list(self.visits):
+        """End every request with 503, from another thread; its row is free at the next token."""
+        for visit, task in list(self.visits.items()):
             visit.leave("drained")
+            with suppress(RuntimeError):  # the loop has ended
+                task.get_loop().call_soon_threadsafe(task.cancel)
 
 
 class Answer:

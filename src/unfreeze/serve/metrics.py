@@ -25,6 +25,7 @@ FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 """Upper limits in seconds of the buckets: of the time to the first token, and of each later one."""
 OUTCOMES = ("answered", "refused", "busy", "unavailable", "failed", "gone", "too long", "drained")
+OWN = ("/health", "/metrics")
 RECENT = 50  # answers whose rate Retry-After is made of
 
 
@@ -65,9 +66,10 @@ class Metrics:
         self._ends: deque[float] = deque(maxlen=RECENT)
 
     def ended(self, status: int, path: str, visit: Visit) -> None:
-        """Count a request of HTTP by its outcome."""
-        with self._lock:
-            self.outcomes[outcome(status, visit)] += 1
+        """Count a request of HTTP by its outcome; who asks how the server is does not count."""
+        if path not in OWN:
+            with self._lock:
+                self.outcomes[outcome(status, visit)] += 1
 
     def retry_after(self) -> int:
         """Seconds after which a place is likely: the requests that wait, at the rate of the last answers."""
@@ -125,7 +127,9 @@ class Metrics:
         yield from _one("generation_tokens_total", "counter", "tokens of answers", self.tokens_out)
         words = "seconds from a request to its first token"
         yield from self.first.lines("unfreeze_time_to_first_token_seconds", words)
-        yield from self.each.lines("unfreeze_time_per_token_seconds", "seconds between two tokens of a request")
+        yield from self.each.lines(
+            "unfreeze_time_per_token_seconds", "seconds between two tokens of a request"
+        )
         if (cache := self.cache()) is not None:
             yield from _one("cache_tokens", "gauge", "tokens that the cache holds", cache[0])
             yield from _one("cache_tokens_most", "gauge", "tokens that fit in the cache", cache[1])

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from unfreeze.serve.router import Router
     from unfreeze.serve.speaker import Speaker
 
+LAST = 2.0  # seconds to tell those that are cut off
 LOOK = 0.05  # seconds between two looks at what still runs
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -63,6 +64,9 @@ class Service:
             time.sleep(LOOK)
         left = len(self.gate.visits)
         self.gate.end_all()
+        until = time.monotonic() + LAST
+        while self.gate.visits and time.monotonic() < until:
+            time.sleep(LOOK)
         return left
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
