@@ -142,9 +142,9 @@ def _served(
 
 
 class Signals:
-    """SIGTERM and Ctrl-C: the first stops the server, a second Ctrl-C hurries. While loading, they end at once.
+    """SIGTERM and Ctrl-C: the first stops the server, a second Ctrl-C hurries.
 
-    Handlers of before come back at the end of the `with` block.
+    While the model is loading, the first ends the process. Former handlers come back at the end of the block.
     """
 
     def __init__(self) -> None:

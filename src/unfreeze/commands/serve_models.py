@@ -124,8 +124,8 @@ def check_base(place: Path, opened: ModelSource, manifest: Manifest) -> None:
 def same_base(named: str, base: str, path: Path) -> bool:
     """True if an adapter's base is the one that is served.
 
-    Two folders of this machine must be the same; a folder and an id of the Hub, or one of another machine, must
-    have the same last name.
+    Two folders of this machine must be the same; a folder and an id of the Hub, or one of another machine,
+    must have the same last name.
     """
     if named == base:
         return True

@@ -100,7 +100,7 @@ class Connection(H11Protocol):
         self._stop("take")
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP. uvicorn's own answer is plain text, and fails after a part of an answer."""
+        """Answer what is not HTTP; uvicorn's own answer is plain text, and fails inside another answer."""
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.abort()
             return

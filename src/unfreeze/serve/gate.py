@@ -1,8 +1,8 @@
 """The gate before every route: who may ask, how much, how long. An ASGI application around another.
 
-In this order: an id; Host (against DNS rebinding); Origin (no page of a browser, unless named); the key; drain;
-the body, whole and at most so many bytes; the time of the answer. Each refusal has OpenAI's shape. What fails
-inside is logged with its traceback under the request's id; the answer names the id alone.
+In this order: an id; Host (against DNS rebinding); Origin (no page of a browser, unless named); the key; the
+server's end; the body, whole and at most so many bytes; the time of the answer. Each refusal has OpenAI's
+shape. What fails inside is logged with its traceback under the request's id; the answer names the id alone.
 """
 
 from __future__ import annotations

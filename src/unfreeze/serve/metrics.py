@@ -1,7 +1,7 @@
 """What a server counts, in Prometheus' text format 0.0.4 (GET /metrics).
 
-A request waits from `submit` to its first token, and runs from then to its end. Times are those of the engine,
-without the way to the client.
+A request waits from `submit` to its first token, and runs from then to its end. Times are those of the
+engine, without the way to the client.
 """
 
 from __future__ import annotations
