@@ -14,15 +14,16 @@ from unfreeze.serve.service import Service
 
 
 class FakeSpeaker:
-    """Answers `reply(work)`, a token for each row and step; the rest is as the real one has it.
+    """Answers `reply(work)`, some ids, one for each row and step; the rest is as the real one has it.
 
+    spell     id -> text
     rows      answers at once
     max_wait  requests that may wait
     pace      seconds of a step
     """
 
-    def __init__(self, reply, *, rows=64, max_wait=1024, pace=0.0):
-        self.reply, self.rows, self.max_wait, self.pace = reply, rows, max_wait, pace
+    def __init__(self, reply, spell, *, rows=64, max_wait=1024, pace=0.0):
+        self.reply, self.spell, self.rows, self.max_wait, self.pace = reply, spell, rows, max_wait, pace
         self.waiting, self.running = deque(), {}
         self.freed = 0
         """Rows that were given back before their answer was whole."""
@@ -61,15 +62,15 @@ class FakeSpeaker:
                         continue
                     self.running[work] = (self.reply(work), [])
             self.most_running = max(self.most_running, len(self.running))
-            for work, (texts, pieces) in list(self.running.items()):
+            for work, (ids, pieces) in list(self.running.items()):
                 if work.gone():
                     del self.running[work]
                     self.freed += 1
                     work.done.set_exception(Refused(410, "nobody waits"))
                     continue
                 place = len(pieces)
-                stop = "end" if place == len(texts) - 1 else None
-                pieces.append(Piece(0, place, texts[place], stop, -0.5, -0.5))
+                stop = "end" if place == len(ids) - 1 else None
+                pieces.append(Piece(0, ids[place], self.spell(ids[place]), stop, -0.5, -0.5))
                 work.heard(pieces[-1])
                 if stop:
                     del self.running[work]

@@ -43,11 +43,14 @@ async def echo(scope, receive, send):
             LEFT.append(gate.VISIT.get())
         return
     text = json.dumps({"bytes": len(body)}).encode()
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+    )
     await send({"type": "http.response.body", "body": text})
 
 
 LEFT = []
+RULES, PATIENCE = Rules(), Patience()
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,7 @@ def serving():
     """serving(rules, patience) -> a running Endpoint; one for each pair, closed at the end."""
     there = {}
 
-    def serve(rules=Rules(), patience=Patience()):
+    def serve(rules=RULES, patience=PATIENCE):
         key = (rules, patience)
         if key not in there:
             there[key] = served(echo, rules, patience)
@@ -80,7 +83,13 @@ OPEN_RULES = Rules(hosts=frozenset())
         (Rules(), OPEN_RULES, {"host": "evil.example"}, 403, "wrong_host"),
         (Rules(), OPEN_RULES, {"host": "127.0.0.1.evil.example:80"}, 403, "wrong_host"),
         (Rules(), Rules(any_ip=True), {"host": "10.0.0.7"}, 403, "wrong_host"),
-        (Rules(), Rules(origins=frozenset({"http://a.example"})), {"origin": "http://a.example"}, 403, "wrong_origin"),
+        (
+            Rules(),
+            Rules(origins=frozenset({"http://a.example"})),
+            {"origin": "http://a.example"},
+            403,
+            "wrong_origin",
+        ),
         (Rules(keys=(hashed(KEY),)), Rules(), {"authorization": f"Bearer {KEY}x"}, 401, "invalid_api_key"),
         (Rules(keys=(hashed(KEY),)), Rules(), {"authorization": KEY}, 401, "invalid_api_key"),
         (Rules(keys=(hashed(KEY),)), Rules(), {}, 401, "invalid_api_key"),
