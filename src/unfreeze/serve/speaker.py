@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ import torch
 
 from unfreeze.generate.answer import Completion, Piece, completed
 from unfreeze.generate.engine import Engine, batch_of
+from unfreeze.generate.request import Request, Top
 from unfreeze.generate.sampling import Sampling
 from unfreeze.serve.request import Refused
 
@@ -24,29 +25,14 @@ LINGER = 0.01
 """Seconds without a new request after which a batch begins: requests that are sent together arrive so."""
 LONGEST_LINGER = 0.1
 
-Top = list[list[tuple[int, float]]]
-"""For each token of an answer the likeliest ids at its place, and their log-probabilities in nats."""
-
-
 @dataclass(eq=False)
-class Work:
-    """One request to the engine.
+class Work(Request):
+    """A Request to the engine's thread, and the promise of its answers.
 
-    sampling  temperature, top_p, stop, n, and a seed for each answer
-    most      new tokens of an answer
-    experts   keep the chosen experts
-    top       likeliest tokens to list at each place
-    heard     called in the engine's thread with each token
-    gone      True once nobody waits for it
+    done   the answers, and for each of them the likeliest ids at its tokens ([] unless `top`). Cancelled if
+           nobody waits any more; whoever cancels it frees its rows at the next step
     """
 
-    prompt: list[int]
-    sampling: Sampling
-    most: int
-    experts: bool = False
-    top: int = 0
-    heard: Callable[[Piece], None] = lambda piece: None
-    gone: Callable[[], bool] = lambda: False
     done: Future[tuple[list[Completion], list[Top]]] = field(
         default_factory=Future[tuple[list[Completion], list[Top]]]
     )
