@@ -111,6 +111,10 @@ class Request:
     logprobs: bool = True
     prompt_scores: PromptScores | None = field(default=None, init=False)
 
+    def left(self) -> bool:
+        """Return True once nobody waits for the answers."""
+        return self.gone()
+
     def allows(self) -> list[Allow | None]:
         """Return the `allow` of each answer. Raises ConfigError unless there is one for each."""
         if self.allow is None or callable(self.allow):
