@@ -141,9 +141,10 @@ BAD = {
     "max_tokens": ({"max_tokens": "12"}, "valid integer"),
     "stop": ({"stop": [""]}, "at least 1 character"),
     "best_of": ({"extra_body": {"best_of": 2}}, "this field is not known here"),
-    "presence_penalty": ({"presence_penalty": 1.0}, "less than or equal to 0"),
-    "response_format": ({"response_format": {"type": "json_object"}}, "'text'"),
-    "tool_choice": ({"tool_choice": "required"}, "'auto' or 'none'"),
+    "presence_penalty": ({"presence_penalty": 3.0}, "less than or equal to 2"),
+    "min_p": ({"extra_body": {"min_p": 0.1}}, "this field is not known here"),
+    "response_format": ({"response_format": {"type": "xml"}}, "'json_schema'"),
+    "tool_choice": ({"tool_choice": "required"}, "needs tools"),
 }
 
 

@@ -24,7 +24,7 @@ class Wish:
     """A row that gets its next token.
 
     uniform   its random number
-    allowed   bool [V]; None: every id
+    allowed   bool [V], or float [V] that is added to the logits (-inf: not allowed); None: every id
     logprobs  compute both log-probabilities; else they are NaN
     top       likeliest ids to list
     """
@@ -114,6 +114,9 @@ def _choose_alike(
 def _hide(logits_V: Tensor, allowed: Tensor, choice: Choice) -> None:
     """Set what is not allowed to -inf."""
     allowed_V = allowed.to(logits_V.device)[: len(logits_V)]
+    if allowed_V.is_floating_point():
+        logits_V[: len(allowed_V)] += allowed_V.to(logits_V.dtype)
+        allowed_V = allowed_V > -torch.inf
     if len(allowed_V) < len(logits_V):
         padding = allowed_V.new_zeros(len(logits_V) - len(allowed_V))
         allowed_V = torch.cat((allowed_V, padding))

@@ -432,9 +432,10 @@ class Live:
         if row.ended and seat.request.experts:
             assert self.places is not None
             piece = replace(piece, experts=self.places.cache.route(self.places.of(seat)))
-        group.pieces[seat.number].append(piece)
         if choice.top is not None:
             group.tops[seat.number].append(choice.top)
+            piece = replace(piece, top=choice.top)
+        group.pieces[seat.number].append(piece)
         self._count(new_tokens=1)
         try:
             seat.request.heard(piece)

@@ -19,7 +19,9 @@ Top = list[list[tuple[int, float]]]
 """For each token of an answer the likeliest ids at its place, and their log-probabilities in nats."""
 
 Allow = Callable[[list[int]], Tensor | None]
-"""The answer's tokens so far -> bool [V], True where an id may come next; None: every id may."""
+"""The answer's tokens so far -> bool [V], True where an id may come next; None: every id may.
+
+Or float [V], which is added to the logits: -inf where an id may not come next."""
 
 
 class NothingAllowed(UserError):

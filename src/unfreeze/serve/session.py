@@ -42,6 +42,7 @@ class Turn:
     most             new tokens of an answer; cut: the run's limit, if that is `most`, not the request's
     thought          "open" if the prompt ends inside a think block, "closed" right after one, else ""
     raw              the prompt is a text that is continued
+    recorded         a session keeps the answers and their log-probabilities
     """
 
     messages: list[Message]
@@ -55,6 +56,7 @@ class Turn:
     cut: bool = False
     thought: Literal["", "open", "closed"] = ""
     raw: bool = False
+    recorded: bool = False
 
 
 @dataclass(eq=False)
@@ -202,8 +204,8 @@ class Session:
         with self._lock:
             messages, sample, before, thought = self._goes_on(chat)
         most, cut, sampling = self._sampling(chat, sample.ids, count, "messages")
-        replay = self.rules.replay
-        return Turn(messages, chat.tools, sample, sampling, most, replay, count, before, cut, thought)
+        turn = Turn(messages, chat.tools, sample, sampling, most, self.rules.replay, count, before, cut)
+        return replace(turn, thought=thought, recorded=True)
 
     def begin_text(self, request: Continue, number: int) -> Turn:
         """The same for a text that is continued. It goes on with an earlier sample that its ids begin with."""
@@ -217,7 +219,8 @@ class Session:
             sample = copy_of(before.sample)
             sample.add(prompt[len(sample.ids) :], sampled=False)
         most, cut, sampling = self._sampling(request, prompt, count, "prompt")
-        return Turn([], None, sample, sampling, most, self.rules.replay, count, before, cut, raw=True)
+        turn = Turn([], None, sample, sampling, most, self.rules.replay, count, before, cut)
+        return replace(turn, raw=True, recorded=True)
 
     def _counted(self, request: Asking) -> int:
         """Return the number of a request. Raises Refused for one that the run's loss could not use."""
