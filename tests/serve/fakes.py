@@ -24,6 +24,8 @@ class FakeSpeaker:
 
     def __init__(self, reply, spell, *, rows=64, max_wait=1024, pace=0.0):
         self.reply, self.spell, self.rows, self.max_wait, self.pace = reply, spell, rows, max_wait, pace
+        model = SimpleNamespace(shape=SimpleNamespace(max_positions=4096))
+        self.engine = SimpleNamespace(num_ids=4096, model=model)
         self.waiting, self.running = deque(), {}
         self.freed = 0
         """Rows that were given back before their answer was whole."""
@@ -75,8 +77,8 @@ class FakeSpeaker:
                 if stop:
                     del self.running[work]
                     work.done.set_result(([completed(pieces)], []))
-            if self.pace:
-                time.sleep(self.pace)
+            if self.pace or not self.running:
+                time.sleep(self.pace or 0.01)
 
 
 def served(app, rules=None, patience=None, speaker=None):

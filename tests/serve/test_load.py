@@ -143,14 +143,19 @@ def test_who_leaves_frees_a_row(tokenizer):
     speaker = fake(tokenizer, lambda work: [65] * 10_000, rows=64, pace=0.005)
     endpoint = serving(tokenizer, speaker)
 
-    async def leave(stream, seconds):
+    async def leave(stream):
         _, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
         writer.write(request(1, max_tokens=4000, stream=stream))
-        await asyncio.sleep(seconds)
+        await all_run()
         writer.close()
 
+    async def all_run():
+        async with asyncio.timeout(SECONDS):
+            while speaker.most_running < 64:
+                await asyncio.sleep(0.01)
+
     async def all_leave():
-        await asyncio.gather(*(leave(i % 2 == 0, 0.3) for i in range(64)))
+        await asyncio.gather(*(leave(i % 2 == 0) for i in range(64)))
 
     asyncio.run(all_leave())
     assert speaker.most_running == 64
@@ -161,7 +166,10 @@ def test_who_leaves_frees_a_row(tokenizer):
     async def stay():
         _, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
         writer.write(request(1, max_tokens=4000))
-        await asyncio.sleep(0.4)
+        async with asyncio.timeout(SECONDS):
+            while not speaker.running:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
         assert len(speaker.running) == 1
         writer.close()
 
