@@ -153,22 +153,18 @@ class Router:
         return JSONResponse(written.completion(model, turn.sample.ids, answers, messages, logprobs))
 
     async def _allowed(self, talk: Talk, chat: Chat, turn: Turn) -> Allow | None:
-        """Return the mask of an answer that has a form. It is compiled in a thread: that may take a second."""
+        """Return the mask of an answer that has a form. A thread compiles it: that may take a second."""
         if isinstance(talk, Session):
             return None
         grammar = chat_grammar(chat, talk.shape, turn.thought, self._grammars)
         return None if grammar is None else await asyncio.to_thread(self._grammars.compiled, *grammar)
 
-    async def _spoken(
-        self, talk: Talk, turn: Turn, chat: Chat, work: Work, model: str
-    ) -> AsyncIterator[str]:
+    async def _spoken(self, talk: Talk, turn: Turn, chat: Chat, work: Work, model: str) -> AsyncIterator[str]:
         """Yield the events of a stream: text as it becomes certain, calls at the end."""
         about = _about(written.head(model, "chat.completion.chunk"), chat)
         speech, live = (talk.speech, False) if isinstance(talk, Session) else (talk, True)
         parts = [
-            Deltas(
-                self.tokenizer, speech.shape, turn.thought, chat.stop, tools=bool(turn.tools), live=live
-            )
+            Deltas(self.tokenizer, speech.shape, turn.thought, chat.stop, tools=bool(turn.tools), live=live)
             for _ in range(chat.n)
         ]
         listed: list[list[dict[str, Any]]] = [[] for _ in parts]  # log-probabilities that no event has yet
