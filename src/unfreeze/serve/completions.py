@@ -9,10 +9,10 @@ P prompts, n answers to each; choice index = prompt · n + answer.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from unfreeze.generate.answer import Completion
 from unfreeze.generate.request import PromptScores, Top
@@ -27,6 +27,12 @@ Ids = list[int]
 Likeliest = Sequence[tuple[int, float]]
 
 
+def _no_suffix(text: str) -> str:
+    if text:
+        raise ValueError("text between a prompt and a suffix is not built")
+    return text
+
+
 class Fields(Sampled):
     """Fields of a completion. max_tokens 0 is for the prompt's log-probabilities alone.
 
@@ -38,7 +44,7 @@ class Fields(Sampled):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
-    suffix: Literal[""] | None = None
+    suffix: Annotated[str, AfterValidator(_no_suffix)] | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> Fields:
@@ -100,7 +106,7 @@ def _wrong(words: str) -> Refused:
 
 
 class Spelling:
-    """Texts of single tokens as OpenAI's older endpoint writes them: `bytes:\\xe4\\xb8` for half a character."""
+    """Texts of single tokens as OpenAI's older endpoint writes them: `bytes:\\xe4` for half a character."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -119,7 +125,7 @@ class Spelling:
         return self._tokenizer.decode(ids, skip_specials=False)
 
     def offsets(self, ids: Sequence[int], start: int = 0) -> list[int]:
-        """Return where each token begins in the text of all, in characters. Half a character has no length."""
+        """Return where each token begins in the text of all, in characters. Half of one has no length."""
         utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         places: list[int] = []
         for id in ids:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.data.tokens.completions import Completions
 from unfreeze.data.tokens.masks import end_texts
-from unfreeze.data.tokens.think import USUAL_MARKS, ThinkBlock
+from unfreeze.data.tokens.think import USUAL_MARKS, ThinkBlock, written_marks
 from unfreeze.data.tokens.tool_calls import Read, kimi
 from unfreeze.generate.stops import StopText
 
@@ -32,7 +32,7 @@ class Shape:
     """What a template puts around the parts of an answer.
 
     block, opening, closing   of reasoning
-    thinks   the release reasons
+    thinks   the template writes reasoning
     calls    what a call begins with; () if calls are not read
     strips   content loses the white space around it where the request has tools
     """
@@ -56,12 +56,13 @@ def shape_of(tokenizer: Tokenizer, read: Read | None) -> Shape:
     """Return the marks of a tokenizer's template. read: of its calls."""
     marks = Completions(tokenizer.chat, end_texts(tokenizer)).marks
     around = marks or USUAL_MARKS
+    thinks = written_marks(tokenizer.chat) is not None  # else the release's newer models do, not this one
     calls = () if read is None else KIMI_MARKS if read is kimi else HERMES_MARKS
     return Shape(
         ThinkBlock(around),
         around.opening.strip(),
         around.closing.strip(),
-        marks is not None,
+        thinks,
         calls,
         calls == HERMES_MARKS,
     )
@@ -76,7 +77,14 @@ class Deltas:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, shape: Shape, thought: str, stop: Sequence[str], *, tools: bool, live: bool
+        self,
+        tokenizer: Tokenizer,
+        shape: Shape,
+        thought: str,
+        stop: Sequence[str],
+        *,
+        tools: bool,
+        live: bool,
     ):
         self.shape, self.live = shape, live
         self._decoder = tokenizer.stream_decoder(skip_specials=False)

@@ -155,7 +155,7 @@ class Router:
         return JSONResponse(written.completion(model, turn.sample.ids, answers, messages, logprobs))
 
     async def _allowed(self, talk: Talk, chat: Chat, turn: Turn) -> Allow | None:
-        """Return the mask of an answer that has a form. It is compiled in a thread: that may take a second."""
+        """Return the mask of an answer that has a form. A thread compiles it: that may take a second."""
         if isinstance(talk, Session):
             return None
         grammar = chat_grammar(chat, talk.shape, turn.thought, self._grammars)

@@ -101,7 +101,9 @@ class Speech:
         """Return the request's prompt and sampling, by OpenAI's defaults. Raises Refused."""
         prompt, thought = self.prompt(chat)
         most = room_for(prompt, self.positions, chat.new_tokens or self.new_tokens)
-        return Turn(chat.messages, chat.tools, Sample(prompt), _sampling(chat, most, 0), most, thought=thought)
+        return Turn(
+            chat.messages, chat.tools, Sample(prompt), _sampling(chat, most, 0), most, thought=thought
+        )
 
     def begin_text(self, request: Continue, number: int) -> Turn:
         """The same for a text that is continued: the prompt of this number. Raises Refused."""
@@ -208,7 +210,7 @@ class Session:
         return replace(turn, thought=thought, recorded=True)
 
     def begin_text(self, request: Continue, number: int) -> Turn:
-        """The same for a text that is continued. It goes on with an earlier sample that its ids begin with."""
+        """The same for a text that is continued: after an earlier sample that its ids begin with."""
         count = self._counted(request)
         prompt = request.prompts[number]
         with self._lock:
@@ -265,9 +267,7 @@ class Session:
             texts: list[Message] = [{"role": "assistant", "content": done.text} for done in answers]
             self._record(turn, answers, texts)
 
-    def _record(
-        self, turn: Turn, answers: Sequence[Completion], messages: Sequence[Message]
-    ) -> None:
+    def _record(self, turn: Turn, answers: Sequence[Completion], messages: Sequence[Message]) -> None:
         with self._lock:
             for choice, (done, message) in enumerate(zip(answers, messages, strict=True)):
                 if self.ended:

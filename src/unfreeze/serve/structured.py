@@ -39,7 +39,7 @@ def needs_llguidance() -> Any:
         import llguidance
     except ImportError:
         raise ConfigError(
-            "JSON schemas and tool_choice need the library llguidance (extra [serve]), which is not installed",
+            "JSON schemas and tool_choice need the library llguidance (extra [serve]): not installed",
             next="pip install llguidance",
         ) from None
     return llguidance
@@ -61,7 +61,7 @@ class Grammars:
         ends = sorted(self.tokenizer.eos_ids)
         raw = [self.tokenizer.bytes_of(id) for id in range(self.num_ids)]
         if any(each is None for each in raw):
-            return library.LLTokenizer(self.tokenizer.spelled(), n_vocab=self.num_ids, eos_token=ends)
+            return library.LLTokenizer(self.tokenizer.as_json(), n_vocab=self.num_ids, eos_token=ends)
         words = library.TokenizerWrapper(_Words(self.tokenizer, raw))
         return library.LLTokenizer(words, eos_token=ends)
 
@@ -145,7 +145,8 @@ class _Words:
 def chat_grammar(chat: Chat, shape: Shape, thought: str, grammars: Grammars) -> tuple[str, str] | None:
     """Return the grammar of an answer to a chat, and the field that asks for it; None if it is free.
 
-    thought: how the prompt ends, as in Turn. Reasoning is free text before the part that has a form.
+    thought: how the prompt ends, as in Turn. If it opens a think block, reasoning comes first, which is free.
+    If it does not, JSON or a call that is demanded comes at once: a weak model would think to its end.
     """
     called = bool(chat.tools) and chat.choice != "none"
     forced = called and chat.choice != "auto"
@@ -169,11 +170,11 @@ def chat_grammar(chat: Chat, shape: Shape, thought: str, grammars: Grammars) -> 
             rules.append(f"SAID: {_without(shape.calls)}")
             bodies.append("SAID section?")
     begin = ""
-    if shape.thinks and thought != "closed":
+    free = "SAID section?" in bodies
+    if thought == "open" or (free and shape.thinks and not thought):
         rules += [f"THOUGHT: {_without((shape.closing,))}", r"SPACE: /[ \n]{0,2}/"]
         closed = f"THOUGHT {grammars.literal(shape.closing)} SPACE"
-        opening = grammars.literal(shape.opening)
-        begin = closed if thought == "open" else f"({opening} {closed})?"
+        begin = closed if thought == "open" else f"({grammars.literal(shape.opening)} {closed})?"
     return "\n".join([f"start: {begin} ({' | '.join(bodies)})", *rules]), param
 
 
@@ -189,7 +190,7 @@ def _call_rules(chat: Chat, shape: Shape, grammars: Grammars) -> Iterator[str]:
         name = json.dumps(function["name"])
         if shape.calls == HERMES_MARKS:
             begin = json.dumps(f'\n{{"name": {name}, "arguments": ')
-            close = f'{json.dumps("}" + chr(10))} {grammars.literal("</tool_call>")}'
+            close = f"{json.dumps('}' + chr(10))} {grammars.literal('</tool_call>')}"
             yield f"call{i}: {grammars.literal('<tool_call>')} {begin} arguments{i} {close}"
         else:
             begin, middle, end = map(grammars.literal, KIMI_CALL)

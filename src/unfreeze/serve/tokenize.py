@@ -1,7 +1,7 @@
 """POST /tokenize and /detokenize, in vLLM's form.
 
-    /tokenize    {"prompt": text} or {"messages": […], "tools": […]} -> tokens, count, max_model_len
-    /detokenize  {"tokens": […]} -> {"prompt": text}
+/tokenize    {"prompt": text} or {"messages": […], "tools": […]} -> tokens, count, max_model_len
+/detokenize  {"tokens": […]} -> {"prompt": text}
 """
 
 from __future__ import annotations

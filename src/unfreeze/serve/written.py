@@ -15,6 +15,7 @@ from unfreeze.generate.request import Top
 if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
 
+
 def completion(
     model: str,
     prompt: Sequence[int],
