@@ -142,12 +142,14 @@ class MLA(Block):
         dtype = torch.float32 if q_nope_SHn.device.type == "cpu" else q_nope_SHn.dtype
         q_HSn = q_nope_SHn.transpose(0, 1).to(dtype)
         products = [
-            (out_HOq.to(dtype), None if in_qc is None else in_qc.to(dtype)) for out_HOq, in_qc in self._kv_b()
+            (out_HOq.to(dtype), None if in_qc is None else in_qc.to(dtype), rows)
+            for out_HOq, in_qc, rows in self._kv_b(len(q_SHd))
         ]
 
         # W_kᵀ q, then attention over the latents
         q_HSc = _total(
-            _right(torch.bmm(q_HSn, out_HOq[:, : self.nope]), in_qc) for out_HOq, in_qc in products
+            (_right(torch.bmm(_of(q_HSn, rows), out_HOq[:, : self.nope]), in_qc), rows)
+            for out_HOq, in_qc, rows in products
         )
         q_SHC = torch.cat((q_HSc.transpose(0, 1).to(q_rope_SHr.dtype), q_rope_SHr), dim=-1)
         kv_SN1C = latent_SNC[:, :, None]
@@ -159,8 +161,13 @@ class MLA(Block):
 
         # W_v Σ p latent
         o_HSv = _total(
-            torch.bmm(_right(o_HSc, None if in_qc is None else in_qc.t()), out_HOq[:, self.nope :].mT)
-            for out_HOq, in_qc in products
+            (
+                torch.bmm(
+                    _right(_of(o_HSc, rows), None if in_qc is None else in_qc.t()), out_HOq[:, self.nope :].mT
+                ),
+                rows,
+            )
+            for out_HOq, in_qc, rows in products
         )
         return o_HSv.transpose(0, 1).to(q_nope_SHn.dtype)
 
@@ -182,6 +189,8 @@ class MLA(Block):
         # W_kᵀ q, attention over the latents, W_v
         matrix = self.kv_b_proj.weight if self.kv_b_proj.codec is None else self.kv_b_proj.packed
         adapter = None if self.kv_b_proj.adapter is None else self.kv_b_proj.adapter.factors()
+        if (each := self.kv_b_proj.each) is not None:
+            adapter = each.recorded()
         q = latent_query(program, q, sizes, matrix, adapter)
         # all heads share the keys; blocks of four are jobs of their own
         blocks = self.num_heads // 4 if self.num_heads % 4 == 0 else 1
@@ -220,17 +229,24 @@ class MLA(Block):
         """Numbers that a position has in the cache: the latent and its rotary key."""
         return self.kv_a_proj_with_mqa.out_features
 
-    def _kv_b(self) -> list[tuple[Tensor, Tensor | None]]:
+    def _kv_b(self, count: int) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
         """Return kv_b_proj as a sum of products out [H, n+v, q] · in [q, c] (None: the identity).
 
-        The terms are its weight, and its adapter's scale · B and A.
+        The terms are its weight, and its adapter's scale · B and A, or those of each of `count` rows. The
+        third: the rows that have the term; None: all.
         """
-        products: list[tuple[Tensor, Tensor | None]] = [
-            (self.kv_b_proj.matrix().unflatten(0, (self.num_heads, -1)), None)
+
+        def added(A_Rc: Tensor, B_OR: Tensor, scale: float, rows: Tensor | None):
+            return (B_OR * scale).unflatten(0, (self.num_heads, -1)), A_Rc, rows
+
+        matrix, linear = self.kv_b_proj.matrix(), self.kv_b_proj
+        products: list[tuple[Tensor, Tensor | None, Tensor | None]] = [
+            (matrix.unflatten(0, (self.num_heads, -1)), None, None)
         ]
-        if self.kv_b_proj.adapter is not None:
-            A_Rc, B_OR, scale = self.kv_b_proj.adapter.factors()
-            products.append(((B_OR * scale).unflatten(0, (self.num_heads, -1)), A_Rc))
+        if linear.adapter is not None:
+            products.append(added(*linear.adapter.factors(), None))
+        if (each := linear.each) is not None:
+            products += [added(*group) for group in each.groups(count, matrix.device)]
         return products
 
 
@@ -249,5 +265,13 @@ def _right(x_HSq: Tensor, in_qc: Tensor | None) -> Tensor:
     return x_HSq if in_qc is None else x_HSq @ in_qc
 
 
-def _total(terms: Iterable[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, terms)
+def _of(x_HSq: Tensor, rows: Tensor | None) -> Tensor:
+    return x_HSq if rows is None else x_HSq[:, rows]
+
+
+def _total(terms: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """The sum of all terms; one of some rows is added to these."""
+    (total, _), *more = terms
+    for term, rows in more:
+        total = total + term if rows is None else total.index_add(1, rows, term)
+    return total
