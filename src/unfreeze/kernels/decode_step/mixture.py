@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.decode_step import experts, ops
-from unfreeze.kernels.decode_step.experts import DOWN_ROWS, UP_ROWS
 from unfreeze.kernels.decode_step.dots import FLOAT32
+from unfreeze.kernels.decode_step.experts import DOWN_ROWS, UP_ROWS
 from unfreeze.kernels.decode_step.program import Program, Row, Store, Weight
 from unfreeze.kernels.decode_step.slots import SlotTable
 from unfreeze.kernels.decode_step.weights import DENSE

@@ -20,6 +20,7 @@ from torch import Tensor
 from unfreeze.kernels.attention import CAUSAL, Mask
 from unfreeze.kernels.decode_step import ops, team, thin
 from unfreeze.kernels.decode_step.atomic import ARGUMENTS
+from unfreeze.kernels.decode_step.buffers import Row, Store, memory_of
 from unfreeze.kernels.decode_step.codes import CHUNK
 from unfreeze.kernels.decode_step.dots import FLOAT32
 from unfreeze.kernels.decode_step.formats import packed_weight
@@ -37,40 +38,6 @@ Tables = tuple[int, int, int]
 
 COLUMNS = team.ARGUMENTS + ARGUMENTS
 _Stop = tuple[int, int, Callable[[int], None] | None]
-
-
-class Row:
-    """A float32 vector per sequence, [S, width], and the same packed if a product reads it (rows.py)."""
-
-    def __init__(self, tensor: Tensor, pairs: bool):
-        self.tensor, self.width, self.pairs = tensor, tensor.shape[1], pairs
-        self._packed: Tensor | None = None
-        self.stale = True  # True until an operation writes the packed form with this value
-
-    @property
-    def address(self) -> int:
-        return self.tensor.data_ptr()
-
-    @property
-    def stride(self) -> int:
-        return 4 * self.tensor.stride(0)
-
-    @property
-    def packed(self) -> Tensor:
-        if self._packed is None:
-            self._packed = torch.zeros(self.tensor.shape, dtype=torch.int16 if self.pairs else torch.float32)
-        return self._packed
-
-    def part(self, first: int, width: int) -> Row:
-        """A view of `width` numbers of each sequence."""
-        return Row(self.tensor[:, first : first + width], self.pairs)
-
-
-class Store(NamedTuple):
-    """A tensor of the cache: each row's own positions [S, N, …], and prompts that rows share [P, M, …]."""
-
-    rows: Tensor
-    prompts: Tensor | None = None
 
 
 class Heads(NamedTuple):
@@ -240,7 +207,7 @@ class Program:
         """
         reads, writes = list(reads), list(writes)
         self._holds += reads + writes
-        read, written = {_memory(each) for each in reads}, {_memory(each) for each in writes}
+        read, written = {memory_of(each) for each in reads}, {memory_of(each) for each in writes}
         index = len(self._operations)
         operation = _Operation(loop, jobs, of_rows, list(arguments), list(numbers), count, index)
         if read & self._written or written & (self._written | self._read):
@@ -516,8 +483,3 @@ class Program:
             share(0, 1)
         else:
             in_runs(threads, threads, share)
-
-
-def _memory(each: Row | Tensor) -> int:
-    """The same number for all views of one buffer."""
-    return (each.tensor if isinstance(each, Row) else each).untyped_storage().data_ptr()

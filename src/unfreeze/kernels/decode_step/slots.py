@@ -16,7 +16,7 @@ NONE = -1
 
 
 class Factors(NamedTuple):
-    """scale · B A: A [R, K] and B [O, R], float32; stacks have E in front, gate and up one A after the other."""
+    """scale · B A: A [R, K] and B [O, R], float32; stacks have E in front, up's rows of A behind gate's."""
 
     A: Tensor
     B: Tensor

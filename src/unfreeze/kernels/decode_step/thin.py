@@ -104,7 +104,8 @@ def add_of_slots(
             B += matrix * height * rank * 4
             t = low + row * low_stride + 4 * half * rank
             add_thin(
-                tile, FLOAT32, B, first, count, height, rank, t, low_stride, together, scale, sums[j * count :]
+                tile, FLOAT32, B, first, count, height, rank, t, low_stride, together, scale,
+                sums[j * count :],
             )  # fmt: skip
         j += together
 
@@ -119,5 +120,6 @@ def thin_of_slots(like, job, rows, arguments, numbers):
         xs = np.empty(4, np.int64)
         xs[:] = x + job * x_stride
         call_products(
-            tile, like, rank, FRESH, A, 4 * width, 0, 0, 0, 0, width, xs.ctypes.data, 1, out + job * out_stride
+            tile, like, rank, FRESH, A, 4 * width, 0, 0, 0, 0, width, xs.ctypes.data, 1,
+            out + job * out_stride,
         )  # fmt: skip

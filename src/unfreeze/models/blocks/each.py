@@ -1,7 +1,7 @@
 """Several adapters at once: each sequence of a pass has its own, or none.
 
-y += scale · B A x for the rows of each adapter; the base's product is one for all rows. Adapters have numbers,
-their slots (kernels/decode_step/slots.py).
+y += scale · B A x for the rows of each adapter; the base's product is one for all rows. An adapter's slot is
+its number (kernels/decode_step/slots.py).
 
 S sequences, T tokens, n rows, R rank, in/out features.
 """
@@ -69,8 +69,8 @@ class Assigned:
         tokens = sum(lengths)
         if len(lengths) != len(self.slots) or count % tokens:
             raise UserError(
-                f"{len(same)} adapters in one pass: {len(self.slots)} sequences, {tokens} tokens, {count} rows"
-                " of a layer",
+                f"{len(same)} adapters in one pass of {len(self.slots)} sequences and {tokens} tokens: whose the"
+                f" {count} rows of a layer are is unknown",
                 next="answer with one adapter at a time",
             )
         pairs = zip(self.slots, lengths, strict=True)

@@ -108,9 +108,10 @@ class Experts(nn.Module):
 
     `activation`: SwiGLU or another (kernels/swiglu/activation.py). It decides how gate and up are stacked
     on the output dimension: gate first, or interleaved row by row. `adapter.factors()` returns the low-rank
-    factors of every expert (see kernels/expert_mlp); `each`: the adapters of several sequences. `dispatch`: set if other processes hold some of the E
-    experts (parallel/placement/dispatch.py). Dimension 0 of the tensors then counts the experts held here;
-    ids still count all E. down: down_proj, if its format is not that of gate_up_proj.
+    factors of every expert (see kernels/expert_mlp); `each`: the adapters of several sequences. `dispatch`:
+    set if other processes hold some of the E experts (parallel/placement/dispatch.py). Dimension 0 of the
+    tensors then counts the experts held here; ids still count all E. down: down_proj, if its format is not
+    that of gate_up_proj.
     """
 
     adaptable = True

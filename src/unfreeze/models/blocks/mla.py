@@ -9,7 +9,6 @@ d = n + r.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -143,7 +142,7 @@ class MLA(Block):
         q_HSn = q_nope_SHn.transpose(0, 1).to(dtype)
         products = [
             (out_HOq.to(dtype), None if in_qc is None else in_qc.to(dtype), rows)
-            for out_HOq, in_qc, rows in self._kv_b(len(q_SHd))
+            for out_HOq, in_qc, rows in [(*pair, None) for pair in self._kv_b()] + self._kv_b_each(len(q_SHd))
         ]
 
         # W_kᵀ q, then attention over the latents
@@ -229,25 +228,26 @@ class MLA(Block):
         """Numbers that a position has in the cache: the latent and its rotary key."""
         return self.kv_a_proj_with_mqa.out_features
 
-    def _kv_b(self, count: int) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+    def _kv_b(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return kv_b_proj as a sum of products out [H, n+v, q] · in [q, c] (None: the identity).
 
-        The terms are its weight, and its adapter's scale · B and A, or those of each of `count` rows. The
-        third: the rows that have the term; None: all.
+        The terms are its weight, and its adapter's scale · B and A.
         """
-
-        def added(A_Rc: Tensor, B_OR: Tensor, scale: float, rows: Tensor | None):
-            return (B_OR * scale).unflatten(0, (self.num_heads, -1)), A_Rc, rows
-
-        matrix, linear = self.kv_b_proj.matrix(), self.kv_b_proj
-        products: list[tuple[Tensor, Tensor | None, Tensor | None]] = [
-            (matrix.unflatten(0, (self.num_heads, -1)), None, None)
-        ]
-        if linear.adapter is not None:
-            products.append(added(*linear.adapter.factors(), None))
-        if (each := linear.each) is not None:
-            products += [added(*group) for group in each.groups(count, matrix.device)]
+        products: list[tuple[Tensor, Tensor | None]] = [(self._by_head(self.kv_b_proj.matrix()), None)]
+        if self.kv_b_proj.adapter is not None:
+            A_Rc, B_OR, scale = self.kv_b_proj.adapter.factors()
+            products.append((self._by_head(B_OR * scale), A_Rc))
         return products
+
+    def _kv_b_each(self, count: int) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Return the terms of several adapters, each with the rows, of `count`, that have it; None: all."""
+        if (each := self.kv_b_proj.each) is None:
+            return []
+        groups = each.groups(count, self.kv_a_layernorm.weight.device)
+        return [(self._by_head(B_OR * scale), A_Rc, rows) for A_Rc, B_OR, scale, rows in groups]
+
+    def _by_head(self, out_Oq: Tensor) -> Tensor:
+        return out_Oq.unflatten(0, (self.num_heads, -1))
 
 
 class UnrotatedMLA(MLA):
