@@ -36,7 +36,7 @@ class Recorded:
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         model, cache = self.model, self.cache
         model.prepare_step(cache)
-        model.assigned.documents(None)
+        model.assigned.documents()
         tokens_S = torch.tensor(tokens)
         rows = len(tokens)
         rows_S, positions_S = torch.arange(rows), torch.tensor(cache.lengths)

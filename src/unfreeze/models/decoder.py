@@ -264,6 +264,8 @@ class Decoder(nn.Module):
         behind_T = torch.tensor(list(first)).repeat_interleave(lengths_T).to(self.device)
         positions_T = batch.positions_T + behind_T
         tables, named = self.shape.tables(positions_T)
+        ends = [begin + length for begin, length in zip(first, batch.lengths(), strict=True)]
+        self.assigned.documents(batch.lengths(), ends)
         run = ExtendPass(
             *tables,
             layout=self._layout(batch),
@@ -274,7 +276,7 @@ class Decoder(nn.Module):
             tokens_T=batch.tokens_T,
             rows=list(rows),
             first=list(first),
-            ends=[begin + length for begin, length in zip(first, batch.lengths(), strict=True)],
+            ends=ends,
         )
         return self._visit(batch.tokens_T, run)
 
@@ -354,7 +356,7 @@ class Decoder(nn.Module):
         return self._step(tokens_S, run)
 
     def _step(self, tokens_S: Tensor, run: StepPass) -> Tensor:
-        self.assigned.documents(None)
+        self.assigned.documents()
         if self.shape.rope.long is not None:
             run.cache.write(TOKENS, run.rows_T, run.positions_T, (tokens_S,))
         return self._visit(tokens_S, run)

@@ -34,16 +34,19 @@ class Assigned:
     def __init__(self) -> None:
         self.slots: list[int] = []
         self.changes = 0
-        self._lengths: list[int] | None = None
+        self._documents: tuple[list[int], ...] = ()  # tokens of each sequence, and those with cached ones
         self._groups: dict[tuple[int, torch.device], list[Group]] = {}
 
     def assign(self, slots: Sequence[int]) -> None:
         """Set the slot of each sequence, in the order of the pass."""
-        self.slots, self._lengths, self._groups = list(slots), None, {}
+        self.slots, self._documents, self._groups = list(slots), (), {}
 
-    def documents(self, lengths: Sequence[int] | None) -> None:
-        """Begin a pass over documents of these lengths, one a sequence; None: a step."""
-        self._lengths, self._groups = None if lengths is None else list(lengths), {}
+    def documents(self, lengths: Sequence[int] = (), ends: Sequence[int] = ()) -> None:
+        """Begin a pass over documents of these lengths, one a sequence; none: a step.
+
+        ends: the length of each with what the cache holds of it: latent attention expands all of that.
+        """
+        self._documents, self._groups = tuple(list(each) for each in (lengths, ends) if each), {}
 
     @contextmanager
     def only(self, sequences: Sequence[int]) -> Iterator[None]:
@@ -56,25 +59,27 @@ class Assigned:
             self.assign(before)
 
     def of_rows(self, count: int) -> list[int]:
-        """The slot of each of `count` rows: of sequences, of tokens, or several in a row of each.
+        """The slot of each of `count` rows: of sequences, of tokens, or several of each in a row.
 
         Raises UserError for rows of which it is not known whose they are, unless all sequences have the same.
         """
         same = {*self.slots}
         if len(same) < 2:
             return [*same, NONE][:1] * count
-        lengths = (
-            [1] * len(self.slots) if self._lengths is None or count == len(self.slots) else self._lengths
-        )
-        tokens = sum(lengths)
-        if len(lengths) != len(self.slots) or count % tokens:
+        ones = [1] * len(self.slots)
+        known = [each for each in (ones, *self._documents) if len(each) == len(ones)]
+        for lengths in known:
+            if count == sum(lengths):
+                return _repeated(self.slots, lengths)
+        tokens = sum((self._documents or (ones,))[0])
+        if count % tokens:
             raise UserError(
-                f"{len(same)} adapters in one pass of {len(self.slots)} sequences and {tokens} tokens: whose the"
-                f" {count} rows of a layer are is unknown",
+                f"{len(same)} adapters in one pass of {len(ones)} sequences, {tokens} tokens: whose {count}"
+                " rows of a layer are is unknown",
                 next="answer with one adapter at a time",
             )
-        pairs = zip(self.slots, lengths, strict=True)
-        return [slot for slot, length in pairs for _ in range(length * (count // tokens))]
+        times = count // tokens
+        return _repeated(self.slots, [length * times for length in (self._documents or (ones,))[0]])
 
     def groups(self, count: int, device: torch.device) -> list[Group]:
         """The rows of each slot, of `count` rows; found once a pass."""
@@ -91,6 +96,10 @@ class Assigned:
                 ]
             )
         return self._groups[name]
+
+
+def _repeated(slots: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    return [slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]
 
 
 @dataclass
@@ -110,18 +119,17 @@ class LinearAdapters:
         """(A, B, scale, rows) of each adapter that rows have here."""
         for slot, rows in self.assigned.groups(count, device):
             if (factors := self.table.factors.get(slot)) is not None:
-                yield *factors, rows
+                yield factors.A, factors.B, factors.scale, rows
 
     def add(self, x_TI: Tensor, y_TO: Tensor) -> Tensor:
         """y, to which each row's scale · (x Aᵀ) Bᵀ is added in place, in x's dtype as one adapter's is."""
-        x_nI, y_nO = x_TI.flatten(0, -2), y_TO.flatten(0, -2)
-        for A, B, scale, rows in self.groups(len(x_nI), x_nI.device):
-            x, y = (x_nI, y_nO) if rows is None else (x_nI[rows], y_nO[rows])
-            t_nR = F.linear(x, A.to(x.dtype)).mul_(scale)
-            y.addmm_(t_nR, B.to(x.dtype).t())
+        for A, B, scale, rows in self.groups(len(x_TI), x_TI.device):
+            x, y = (x_TI, y_TO) if rows is None else (x_TI[rows], y_TO[rows])
+            t_TR = F.linear(x, A.to(x.dtype)).mul_(scale)
+            y.flatten(0, -2).addmm_(t_TR.flatten(0, -2), B.to(x.dtype).t())
             if rows is not None:
-                y_nO[rows] = y
-        return y_nO.view(y_TO.shape)
+                y_TO[rows] = y
+        return y_TO
 
     def recorded(self) -> SlotTable | None:
         """The table for a program; None if no adapter has been here."""
