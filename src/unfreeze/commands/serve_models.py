@@ -18,8 +18,10 @@ from unfreeze.job.opening.device import pick_device, say
 from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
+    from unfreeze.adapters.several import Several
     from unfreeze.checkpoint.manifest import Manifest
     from unfreeze.commands.serve import Config
+    from unfreeze.core.longer import Longer
     from unfreeze.generate.model import Model
     from unfreeze.generate.source import ModelSource
     from unfreeze.serve.router import Router
@@ -40,7 +42,7 @@ class Served:
 
     def names(self) -> list[str]:
         """Return the names of the models, the base first."""
-        return [self.router.name, *(self.versions.places if self.versions else ())]
+        return self.router.names()
 
     def close(self) -> None:
         """Look for no more adapters."""
@@ -54,12 +56,14 @@ class Sources:
 
     base    as it was resolved, without an adapter
     name    of the base
+    longer  scaling of positions that the first adapter was trained with
     places  name -> a run's folder or an adapter's
     """
 
     base: ModelSource
     manifest: Manifest
     name: str
+    longer: Longer | None
     places: Mapping[str, Path]
 
 
@@ -70,6 +74,7 @@ def sources_of(config: Config, tell: Callable[[str], None]) -> Sources:
     (first_name, first), *more = [named(source) for source in config.models]
     opened, manifest = open_source(first, tell, config.base)
     places: dict[str, Path] = {}
+    longer = longer_of(opened.adapter) if opened.adapter else None
     base = replace(opened, adapter=None)
     whole = Path(opened.base)
     name = whole.parent.name if whole.name == "model" else whole.name
@@ -80,14 +85,14 @@ def sources_of(config: Config, tell: Callable[[str], None]) -> Sources:
     name = config.name or name
     for own_name, source in more:
         place = Path(source).expanduser()
-        check_base(place, opened, manifest)
+        check_base(place, opened, manifest, longer)
         own_name = own_name or model_name(source)
         if own_name in (name, *places):
             raise ConfigError(
                 f"two of the models are called {own_name!r}", next=f"give one another name: mine={source}"
             )
         places[own_name] = place
-    return Sources(base, manifest, name, places)
+    return Sources(base, manifest, name, longer, places)
 
 
 def named(source: str) -> tuple[str, str]:
@@ -98,7 +103,7 @@ def named(source: str) -> tuple[str, str]:
     return "", source
 
 
-def check_base(place: Path, opened: ModelSource, manifest: Manifest) -> None:
+def check_base(place: Path, opened: ModelSource, manifest: Manifest, longer: Longer | None) -> None:
     """Raise AdapterError unless an adapter, or a run that trains one, belongs to the base that is served."""
     run, config = place / RESOLVED, place / CONFIG
     alone = "serve it by itself, on another port: --port 0"
@@ -117,8 +122,8 @@ def check_base(place: Path, opened: ModelSource, manifest: Manifest) -> None:
     if not same_base(named, opened.base, manifest.path):
         raise AdapterError(f"{place} is an adapter of {named}, not of {opened.base}", next=alone)
     folder = place / "adapter" if run.is_file() else place
-    if (folder / ROPE).is_file() and longer_of(folder) != (opened.adapter and longer_of(opened.adapter)):
-        raise AdapterError(f"{place} was trained with other positions (its {ROPE})", next=alone)
+    if (folder / CONFIG).is_file() and longer_of(folder) != longer:
+        raise AdapterError(f"{place} was trained with other positions ({ROPE})", next=alone)
 
 
 def same_base(named: str, base: str, path: Path) -> bool:
@@ -149,18 +154,37 @@ def opened(config: Config, service: Service, common: Common) -> Served:
     from unfreeze.serve.session import Speech
     from unfreeze.serve.speaker import Speaker
 
-    speaker = Speaker(model.engine, max_rows=config.max_rows or None, max_wait=config.max_waiting)
-    warmed(speaker, tell)
+    several, versions = adapters_of(model, sources, config, tell)
+    rows = config.max_rows or None
+    speaker = Speaker(model.engine, max_rows=rows, max_wait=config.max_waiting, adapters=several)
+    warmed(speaker, config.max_rows, tell)
     speech = Speech(model.tokenizer, model.decoder.shape.max_positions, config.max_new_tokens)
-    return Served(Router(speaker, model.tokenizer, sources.name, speech), None)
+    names = (lambda: several.names) if several else tuple
+    return Served(Router(speaker, model.tokenizer, sources.name, speech, adapters=names), versions)
 
 
-def warmed(speaker: Speaker, tell: Callable[[str], None]) -> None:
+def adapters_of(
+    model: Model, sources: Sources, config: Config, tell: Callable[[str], None]
+) -> tuple[Several | None, Versions | None]:
+    """Load the adapters, and look for new versions of them from now on."""
+    if not sources.places:
+        return None, None
+    from unfreeze.adapters.several import Several
+    from unfreeze.serve.versions import Versions
+
+    base = "" if config.base else sources.base.base
+    several = Several(model.decoder, base, longer=sources.longer)
+    versions = Versions(several, sources.places, tell)
+    versions.begin()
+    return several, versions
+
+
+def warmed(speaker: Speaker, most: int, tell: Callable[[str], None]) -> None:
     """Let the engine answer once, so that no client waits while kernels are compiled."""
     from unfreeze.generate.sampling import Sampling
     from unfreeze.serve.speaker import Work
 
-    together = min(TOGETHER, speaker.max_rows or TOGETHER)
+    together = min(TOGETHER, most or TOGETHER)
     waiting = [
         speaker.submit(Work([0] * PROMPT, Sampling(2, temperature=1.0, seeds=(i,)), 2))
         for i in range(together)

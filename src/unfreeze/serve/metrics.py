@@ -19,7 +19,7 @@ from unfreeze.serve.visit import VISIT, Visit
 
 if TYPE_CHECKING:
     from unfreeze.generate.answer import Completion, Piece
-    from unfreeze.serve.speaker import Speaker, Top, Work
+    from unfreeze.serve.speaker import Load, Speaker, Top, Work
 
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -52,14 +52,14 @@ class Histogram:
 class Metrics:
     """The counts of one server. Its methods may be called by every thread.
 
-    cache  -> (tokens that the cache holds, tokens that fit); None: not known
+    load  -> what the engine does now; None: not known
     """
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
         self.waiting = self.running = self.tokens_in = self.tokens_out = 0
         self.first, self.each = Histogram(FIRST), Histogram(EACH)
-        self.cache: Callable[[], tuple[int, int] | None] = lambda: None
+        self.load: Callable[[], Load] | None = None
         self.updating = False
         """True while an optimizer step runs on the model: its sessions wait for it."""
         self._lock = threading.Lock()
@@ -114,8 +114,9 @@ class Metrics:
 
     def text(self) -> str:
         """Return everything as Prometheus reads it."""
+        engine = _engine(self.load()) if self.load else ()  # before the lock: the engine has its own
         with self._lock:
-            return "\n".join([*self._lines(), ""])
+            return "\n".join([*self._lines(), *engine, ""])
 
     def _lines(self) -> Iterable[str]:
         name = "unfreeze_requests_total"
@@ -130,11 +131,18 @@ class Metrics:
         yield from self.each.lines(
             "unfreeze_time_per_token_seconds", "seconds between two tokens of a request"
         )
-        if (cache := self.cache()) is not None:
-            yield from _one("cache_tokens", "gauge", "tokens that the cache holds", cache[0])
-            yield from _one("cache_tokens_most", "gauge", "tokens that fit in the cache", cache[1])
         words = "1 while an optimizer step runs and sessions wait"
         yield from _one("weights_updating", "gauge", words, int(self.updating))
+
+
+def _engine(load: Load) -> Iterable[str]:
+    yield from _one("cache_rows", "gauge", "rows of the cache", load.rows)
+    yield from _one("cache_rows_used", "gauge", "rows with an answer", load.running + load.filling)
+    yield from _one("cache_row_tokens", "gauge", "tokens that a row holds", load.positions)
+    yield from _one("cache_bytes", "gauge", "bytes of the cache", load.cache)
+    yield from _one(
+        "prompt_tokens_reused_total", "counter", "tokens of prompts taken from the cache", load.reused
+    )
 
 
 def _one(name: str, kind: str, help: str, value: int) -> Iterable[str]:

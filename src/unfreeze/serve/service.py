@@ -45,6 +45,7 @@ class Service:
 
     def ready(self, router: Router) -> None:
         """Answer by this router from now on; its requests are counted."""
+        self.metrics.load = getattr(router.speaker, "load", None)
         router.speaker = cast("Speaker", Metered(router.speaker, self.metrics))
         self.router = router
 
