@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -157,7 +158,7 @@ def opened(config: Config, service: Service, common: Common) -> Served:
     several, versions = adapters_of(model, sources, config, tell)
     rows = config.max_rows or None
     speaker = Speaker(model.engine, max_rows=rows, max_wait=config.max_waiting, adapters=several)
-    warmed(speaker, config.max_rows, tell)
+    warmed(speaker, several.names if several else (), tell)
     speech = Speech(model.tokenizer, model.decoder.shape.max_positions, config.max_new_tokens)
     names = (lambda: several.names) if several else tuple
     return Served(Router(speaker, model.tokenizer, sources.name, speech, adapters=names), versions)
@@ -179,15 +180,14 @@ def adapters_of(
     return several, versions
 
 
-def warmed(speaker: Speaker, most: int, tell: Callable[[str], None]) -> None:
-    """Let the engine answer once, so that no client waits while kernels are compiled."""
+def warmed(speaker: Speaker, names: Sequence[str], tell: Callable[[str], None]) -> None:
+    """Let the engine answer once by each adapter, so that no client waits while kernels are compiled."""
     from unfreeze.generate.sampling import Sampling
     from unfreeze.serve.speaker import Work
 
-    together = min(TOGETHER, most or TOGETHER)
     waiting = [
-        speaker.submit(Work([0] * PROMPT, Sampling(2, temperature=1.0, seeds=(i,)), 2))
-        for i in range(together)
+        speaker.submit(Work([0] * PROMPT, Sampling(2, temperature=1.0, seeds=(i,)), 2, adapter=name))
+        for i, name in enumerate(itertools.islice(itertools.cycle(("", *names)), TOGETHER))
     ]
     if wait(waiting, PATIENCE).not_done:
         tell("kernels are being compiled, once on this machine; /health says loading until then")
