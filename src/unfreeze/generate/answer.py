@@ -38,6 +38,7 @@ class Piece:
                      temperature, top-k and top-p
     sampled_logprob  the same after them: of the distribution it was drawn from. Greedy: 0
     experts          of the last piece, if asked for: as in Completion
+    top              if asked for: the likeliest ids at this place and their log-probabilities, as logprob
     """
 
     row: int
@@ -47,6 +48,7 @@ class Piece:
     logprob: float = field(default=math.nan, compare=False)
     sampled_logprob: float = field(default=math.nan, compare=False)
     experts: Tensor | None = field(default=None, compare=False, repr=False)
+    top: Sequence[tuple[int, float]] = field(default=(), compare=False, repr=False)
 
     @property
     def finish_reason(self) -> FinishReason | None:

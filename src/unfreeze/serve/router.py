@@ -1,9 +1,9 @@
 """The routes of the endpoint, as a starlette application.
 
-    POST /v1/chat/completions            each request by itself
-    GET  /v1/models
-    POST /s/SESSION/v1/chat/completions  by a session's: base_url = http://127.0.0.1:PORT/s/SESSION/v1
-    GET  /s/SESSION/v1/models
+    POST /v1/chat/completions, /v1/completions    each request by itself
+    GET  /v1/models, /v1/models/NAME
+    POST /tokenize, /detokenize                   in vLLM's form
+    …    /s/SESSION/v1/…                          the same by a session's: base_url = …/s/SESSION/v1
 
 Every answer is JSON; an error has OpenAI's shape. log-probabilities that a client sees are those before
 temperature; a session records those after it.
@@ -12,8 +12,10 @@ temperature; a session records those after it.
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Callable, Mapping
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -22,18 +24,30 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from unfreeze.core.errors import UserError
+from unfreeze.core.errors import nearest
 from unfreeze.generate.answer import Completion, Piece
+from unfreeze.generate.request import Top
 from unfreeze.serve import written
-from unfreeze.serve.request import MAX_BODY, Chat, Refused, read_chat
+from unfreeze.serve.completions import Continue, Spelling, choices_of, logprobs_of, read_completion
+from unfreeze.serve.deltas import Deltas
+from unfreeze.serve.gate import fault
+from unfreeze.serve.request import MAX_BODY, Asking, Chat, Refused, read_chat
 from unfreeze.serve.session import Session, Speech, Turn
-from unfreeze.serve.speaker import Speaker, Top, Work
+from unfreeze.serve.speaker import Speaker, Work
+from unfreeze.serve.steer import Allow, steered
+from unfreeze.serve.structured import Grammars, chat_grammar
+from unfreeze.serve.tokenize import text_of, tokens_of
 
 if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
 
-LOOK = 0.2  # seconds between two looks for a client that is gone
 ENDED = "this session has ended and takes no more requests"
+MOST_HELD = 8192  # pieces that wait for the client of a stream
+DEFAULT = "default"
+"""A name of the base that is the same for every server."""
+
+Result = tuple[list[Completion], list[Top]]
+Talk = Speech | Session
 
 
 class Router:
@@ -41,103 +55,242 @@ class Router:
 
     name      of the model, as /v1/models lists it
     talk      for requests without a session; None refuses them
+    adapters  -> the names of the adapters that requests may name now
     sessions  name -> Session. Add and remove entries at any time
     """
 
-    def __init__(self, speaker: Speaker, tokenizer: Tokenizer, name: str, talk: Speech | None = None):
+    def __init__(
+        self,
+        speaker: Speaker,
+        tokenizer: Tokenizer,
+        name: str,
+        talk: Speech | None = None,
+        *,
+        adapters: Callable[[], Iterable[str]] = tuple,
+    ):
         self.speaker, self.tokenizer, self.name, self.talk = speaker, tokenizer, name, talk
-        self.sessions: dict[str, Speech | Session] = {}
+        self.adapters = adapters
+        self.sessions: dict[str, Talk] = {}
         routes = [
-            Route(f"{prefix}{path}", endpoint, methods=[method])
+            Route(f"{prefix}{path}", _refusing(endpoint), methods=[method])
             for prefix in ("/v1", "/s/{session}/v1")
             for path, endpoint, method in (
                 ("/chat/completions", self._chat, "POST"),
+                ("/completions", self._complete, "POST"),
                 ("/models", self._models, "GET"),
+                ("/models/{name:path}", self._model, "GET"),
             )
+        ]
+        routes += [
+            Route(path, _refusing(endpoint), methods=["POST"])
+            for path, endpoint in (("/tokenize", self._tokenize), ("/detokenize", self._detokenize))
         ]
         faults: Mapping[Any, Any] = {Refused: _refusal, HTTPException: _no_route}
         self.app = Starlette(routes=routes, exception_handlers=faults)
+        num_ids = speaker.engine.num_ids
+        self._num_ids, self._window = num_ids, speaker.engine.model.shape.max_positions
+        self._grammars = Grammars(tokenizer, num_ids)
+
+    # --- models
+
+    def names(self) -> list[str]:
+        """Return the names of the models, the base first."""
+        return [self.name, *self.adapters()]
+
+    def _listed(self, name: str) -> dict[str, Any]:
+        parent = None if name == self.name else self.name
+        about = {"id": name, "object": "model", "created": 0, "owned_by": "unfreeze"}
+        return {**about, "parent": parent, "max_model_len": self._window}
 
     async def _models(self, request: Request) -> Response:
         self._talk(request)
-        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "unfreeze"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._listed(name) for name in self.names()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._talk(request)
+        name = request.path_params["name"]
+        self._adapter(name)
+        return JSONResponse(self._listed(self.name if name == DEFAULT else name))
+
+    def _adapter(self, name: str | None, talk: Talk | None = None) -> str:
+        """Return the adapter of a model's name; "" for the base. Raises Refused (404)."""
+        if not name or name in (self.name, DEFAULT):
+            return ""
+        names = [self.name] if isinstance(talk, Session) else self.names()
+        if name not in names:
+            there = nearest(name, names) or f"; there is {', '.join(map(repr, names[:8]))}"
+            words = f"model {name[:80]!r} is not here{there}"
+            raise Refused(404, words, param="model", code="model_not_found")
+        return name
+
+    # --- tokens
+
+    async def _tokenize(self, request: Request) -> Response:
+        model, answer = tokens_of(await _body(request), self.tokenizer, self._window)
+        self._adapter(model)
+        return JSONResponse(answer)
+
+    async def _detokenize(self, request: Request) -> Response:
+        model, answer = text_of(await _body(request), self.tokenizer)
+        self._adapter(model)
+        return JSONResponse(answer)
+
+    # --- chat completions
 
     async def _chat(self, request: Request) -> Response:
-        try:
-            return await self._answered(request)
-        except Exception as error:
-            raise _fault(error) from None
-
-    async def _answered(self, request: Request) -> Response:
         talk = self._talk(request)
         chat = read_chat(await _body(request))
-        if chat.model and chat.model not in (self.name, "default"):
-            raise Refused(
-                404,
-                f"model {chat.model!r} is not here; there is {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+        adapter = self._adapter(chat.model, talk)
         turn = talk.begin(chat)
-        work = Work(turn.sample.ids, turn.sampling, turn.most, turn.experts, chat.top or 0)
+        work = self._work(turn, chat, adapter, await self._allowed(talk, chat, turn))
+        model = chat.model or self.name
         if chat.stream:
-            return self._streamed(talk, turn, chat, work)
-        gone = False
-        work.gone = lambda: gone or talk.ended
-        waiting = asyncio.wrap_future(self.speaker.submit(work))
-        while not (await asyncio.wait([waiting], timeout=LOOK))[0]:
-            gone = await request.is_disconnected()
-        answers, tops = self._result(waiting)
+            return _events(self._spoken(talk, turn, chat, work, model))
+        ((answers, tops),) = await self._answered(request, talk, [work])
         messages = talk.heard(turn, answers)
         logprobs = [
-            written.logprobs_of(answer, tops[i] if tops else None, self._spell)
-            if chat.top is not None
-            else None
+            self._spelled.answer(answer, tops[i] if tops else None) if chat.top is not None else None
             for i, answer in enumerate(answers)
         ]
-        return JSONResponse(written.completion(self.name, turn.sample.ids, answers, messages, logprobs))
+        return JSONResponse(written.completion(model, turn.sample.ids, answers, messages, logprobs))
 
-    def _streamed(self, talk: Speech | Session, turn: Turn, chat: Chat, work: Work) -> Response:
-        """Send text as it becomes certain; where there are tools, the whole message at its end."""
-        if chat.top is not None:
-            raise Refused(400, "logprobs: a stream has none; leave out stream or logprobs", param="logprobs")
-        pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        gone = False
+    async def _allowed(self, talk: Talk, chat: Chat, turn: Turn) -> Allow | None:
+        """Return the mask of an answer that has a form. A thread compiles it: that may take a second."""
+        if isinstance(talk, Session):
+            return None
+        grammar = chat_grammar(chat, talk.shape, turn.thought, self._grammars)
+        return None if grammar is None else await asyncio.to_thread(self._grammars.compiled, *grammar)
 
-        def heard(piece: Piece | None) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+    async def _spoken(self, talk: Talk, turn: Turn, chat: Chat, work: Work, model: str) -> AsyncIterator[str]:
+        """Yield the events of a stream: text as it becomes certain, calls at the end."""
+        about = _about(written.head(model, "chat.completion.chunk"), chat)
+        speech, live = (talk.speech, False) if isinstance(talk, Session) else (talk, True)
+        parts = [
+            Deltas(self.tokenizer, speech.shape, turn.thought, chat.stop, tools=bool(turn.tools), live=live)
+            for _ in range(chat.n)
+        ]
+        listed: list[list[dict[str, Any]]] = [[] for _ in parts]  # log-probabilities that no event has yet
+        for i in range(chat.n):
+            yield written.chunk(about, i, {"role": "assistant", "content": ""}, None)
+        async with _Streamed(self, talk, [work]) as stream:
+            async for _, piece in stream:
+                i = piece.row
+                if chat.top is not None:
+                    listed[i].append(self._spelled.place(piece.token, piece.logprob, piece.top))
+                if delta := parts[i].push(piece):
+                    yield written.chunk(about, i, delta, None, listed[i])
+                    listed[i] = []
+            ((answers, _),) = stream.results()
+            messages = talk.heard(turn, answers)
+            for i, (answer, message) in enumerate(zip(answers, messages, strict=True)):
+                for delta in parts[i].rest(message):
+                    yield written.chunk(about, i, delta, None, listed[i])
+                    listed[i] = []
+                why = "tool_calls" if message.get("tool_calls") else answer.finish_reason
+                yield written.chunk(about, i, {}, why, listed[i])
+            if chat.usage:
+                usage = written.usage([turn.sample.ids], answers)
+                yield written.event({**about, "choices": [], "usage": usage})
 
-        work.heard, work.gone = heard, lambda: gone or talk.ended
-        waiting = asyncio.wrap_future(self.speaker.submit(work))
-        waiting.add_done_callback(lambda _: pieces.put_nowait(None))
+    # --- completions
 
-        async def events() -> AsyncIterator[str]:
-            nonlocal gone
-            about = written.head(self.name, "chat.completion.chunk")
-            try:
-                for i in range(chat.n):
-                    yield written.chunk(about, i, {"role": "assistant", "content": ""}, None)
-                while (piece := await pieces.get()) is not None:
-                    if piece.text and not chat.tools:
-                        yield written.chunk(about, piece.row % chat.n, {"content": piece.text}, None)
-                answers, _ = self._result(waiting)
-                for line in written.rest_of(about, answers, talk.heard(turn, answers), not chat.tools):
-                    yield line
-                if chat.usage:
-                    yield written.event(
-                        {**about, "choices": [], "usage": written.usage(turn.sample.ids, answers)}
-                    )
-            except Exception as error:
-                yield written.event(_fault(error).body())
-            finally:
-                gone = True
-            yield "data: [DONE]\n\n"
+    async def _complete(self, request: Request) -> Response:
+        talk = self._talk(request)
+        asks = read_completion(await _body(request), self.tokenizer, self._num_ids)
+        adapter, model = self._adapter(asks.model, talk), asks.model or self.name
+        turns = [talk.begin_text(asks, i) for i in range(len(asks.prompts))]
+        works = [self._work(turn, asks, adapter, None) for turn in turns]
+        if asks.echo and asks.top is not None:
+            for work in works:
+                work.prompt_logprobs = True
+        if asks.stream:
+            return _events(self._continued(talk, turns, asks, works, model))
+        results = await self._answered(request, talk, works)
+        for turn, (answers, _) in zip(turns, results, strict=True):
+            talk.heard_text(turn, answers)
+        choices = [
+            choice
+            for i, (work, (answers, tops)) in enumerate(zip(works, results, strict=True))
+            for choice in choices_of(asks, i, answers, tops, work.prompt_scores, self._spelling)
+        ]
+        usage = written.usage(asks.prompts, [each for answers, _ in results for each in answers])
+        return JSONResponse({**written.head(model, "text_completion"), "choices": choices, "usage": usage})
 
-        return StreamingResponse(events(), media_type="text/event-stream")
+    async def _continued(
+        self, talk: Talk, turns: Sequence[Turn], asks: Continue, works: Sequence[Work], model: str
+    ) -> AsyncIterator[str]:
+        """Yield the events of a stream of continued texts."""
+        about = _about(written.head(model, "text_completion"), asks)
+        held: dict[int, list[Piece]] = {}  # pieces whose text is not certain yet
+        ends = {}
+        async with _Streamed(self, talk, works) as stream:
+            async for number, piece in stream:
+                i = number * asks.n + piece.row
+                pieces = held.setdefault(i, [])
+                pieces.append(piece)
+                text = piece.text
+                if text or piece.finish_reason:
+                    logprobs = self._text_logprobs(asks, pieces, ends.get(i, 0))
+                    ends[i] = ends.get(i, 0) + len(text)
+                    yield written.text_chunk(about, i, text, piece.finish_reason, logprobs)
+                    held[i] = []
+            results = stream.results()
+            for turn, (answers, _) in zip(turns, results, strict=True):
+                talk.heard_text(turn, answers)
+            if asks.usage:
+                answers = [each for answers, _ in results for each in answers]
+                yield written.event({**about, "choices": [], "usage": written.usage(asks.prompts, answers)})
 
-    def _talk(self, request: Request) -> Speech | Session:
+    def _text_logprobs(self, asks: Continue, pieces: Sequence[Piece], start: int) -> dict[str, Any] | None:
+        if asks.top is None:
+            return None
+        tops = [piece.top if asks.top else None for piece in pieces]
+        tokens, values = [piece.token for piece in pieces], [piece.logprob for piece in pieces]
+        return logprobs_of(tokens, values, tops, self._spelling, start)
+
+    # --- the engine
+
+    def _work(self, turn: Turn, asks: Asking, adapter: str, allowed: Allow | None) -> Work:
+        allow = steered(asks, self.tokenizer.eos_ids, self._num_ids, allowed)
+        work = Work(turn.sample.ids, turn.sampling, turn.most, turn.experts, asks.top or 0)
+        work.adapter, work.allow = adapter, allow
+        work.logprobs = asks.top is not None or turn.recorded
+        return work
+
+    async def _answered(self, request: Request, talk: Talk, works: Sequence[Work]) -> list[Result]:
+        """Wait for the answers to all; if the client leaves, nobody waits any more."""
+        left = asyncio.ensure_future(_left(request))
+        for work in works:
+            work.gone = lambda: left.done() or talk.ended
+        waiting = self._submitted(works)
+        try:
+            whole = asyncio.gather(*waiting, return_exceptions=True)
+            await asyncio.wait((whole, left), return_when=asyncio.FIRST_COMPLETED)
+            await whole
+            return [self._result(each) for each in waiting]
+        finally:
+            left.cancel()
+            with suppress(asyncio.CancelledError):
+                await left
+
+    def _submitted(self, works: Sequence[Work]) -> list[asyncio.Future[Result]]:
+        """Hand works to the engine: all, or none if it refuses one."""
+        waiting: list[asyncio.Future[Result]] = []
+        try:
+            for work in works:
+                waiting.append(asyncio.wrap_future(self.speaker.submit(work)))
+        except BaseException:
+            for each in waiting:
+                each.cancel()
+            raise
+        return waiting
+
+    def _result(self, waiting: asyncio.Future[Result]) -> Result:
+        if waiting.cancelled():  # the client is gone, or the session has ended
+            raise Refused(410, ENDED)
+        return waiting.result()
+
+    def _talk(self, request: Request) -> Talk:
         """Return the session of the path. Raises Refused: 404 if there is none, 410 if it has ended."""
         name = request.path_params.get("session")
         talk = self.talk if name is None else self.sessions.get(name)
@@ -147,16 +300,100 @@ class Router:
             raise Refused(410, ENDED)
         return talk
 
-    def _result(
-        self, waiting: asyncio.Future[tuple[list[Completion], list[Top]]]
-    ) -> tuple[list[Completion], list[Top]]:
-        if waiting.cancelled():  # the client is gone, or the session has ended
-            raise Refused(410, ENDED)
-        return waiting.result()
+    @cached_property
+    def _spelled(self) -> written.Spelled:
+        return written.Spelled(self.tokenizer)
 
-    @functools.cached_property
-    def _spell(self) -> Callable[[int], str]:
-        return functools.cache(lambda id: self.tokenizer.decode([id], skip_specials=False))
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling(self.tokenizer)
+
+
+class _Streamed:
+    """Works whose pieces come as they are sampled: (number of the work, piece).
+
+    Leaving the context tells the engine that nobody waits.
+    """
+
+    def __init__(self, router: Router, talk: Talk, works: Sequence[Work]):
+        self._router, self._gone = router, False
+        self._pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def listener(number: int) -> Callable[[Piece], None]:
+            return lambda piece: _thread_safe(loop, self._put, (number, piece))
+
+        for number, work in enumerate(works):
+            work.heard, work.gone = listener(number), lambda: self._gone or talk.ended
+        self._waiting = router._submitted(works)
+        left = itertools.count(len(works) - 1, -1)
+        for each in self._waiting:
+            each.add_done_callback(lambda _: self._pieces.put_nowait(None) if next(left) == 0 else None)
+
+    def _put(self, each: tuple[int, Piece]) -> None:
+        """Keep a piece until the client takes it; one that takes none holds nobody for long."""
+        if self._pieces.qsize() < MOST_HELD:
+            self._pieces.put_nowait(each)
+        else:
+            self._gone = True
+
+    async def __aenter__(self) -> _Streamed:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._gone = True
+        for each in self._waiting:
+            each.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Piece]]:
+        while (each := await self._pieces.get()) is not None:
+            yield each
+
+    def results(self) -> list[Result]:
+        """Return the answers, once the pieces are over. Raises the fault of the first that has one."""
+        return [self._router._result(each) for each in self._waiting]
+
+
+def _thread_safe(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+    with suppress(RuntimeError):  # the loop has ended: nobody waits
+        loop.call_soon_threadsafe(function, *args)
+
+
+def _events(lines: AsyncIterator[str]) -> Response:
+    async def whole() -> AsyncIterator[str]:
+        try:
+            async for line in lines:
+                yield line
+        except Exception as error:
+            yield written.event(_fault(error).body())
+        finally:
+            await lines.aclose()  # type: ignore[attr-defined]  # the client is gone: so is the row
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(whole(), media_type="text/event-stream")
+
+
+def _about(head: Mapping[str, Any], asks: Asking) -> dict[str, Any]:
+    """Return the fields of every event of a stream."""
+    return {**head, "usage": None} if asks.usage else dict(head)
+
+
+def _refusing(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Make every fault of an endpoint an answer in OpenAI's shape."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except Exception as error:
+            raise _fault(error) from None
+
+    return answer
+
+
+async def _left(request: Request) -> None:
+    """Return when the client is gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _body(request: Request) -> bytes:
@@ -182,6 +419,5 @@ async def _no_route(request: Request, error: HTTPException) -> Response:
 
 
 def _fault(error: Exception) -> Refused:
-    """A fault of ours: its kind, without a traceback. The connection stays."""
-    words = error.message if isinstance(error, UserError) else type(error).__name__
-    return error if isinstance(error, Refused) else Refused(500, words)
+    """A fault of ours: its kind and the request's id; the log has the rest. The connection stays."""
+    return error if isinstance(error, Refused) else fault(error)

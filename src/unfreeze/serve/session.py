@@ -12,30 +12,37 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 from unfreeze.core.draws import number
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.rows.row import Message, Tool
-from unfreeze.data.tokens.masks import encode_chat
+from unfreeze.data.tokens.masks import encode_rendered, renderer
 from unfreeze.data.tokens.tool_calls import Read, Spoken, reads_calls
 from unfreeze.data.tokens.transcript import Sample, as_message, continuation, spoken_text
 from unfreeze.generate.sampling import Sampling
-from unfreeze.serve.request import Chat, Refused
+from unfreeze.generate.stops import StopText
+from unfreeze.serve.deltas import Shape, shape_of
+from unfreeze.serve.request import Asking, Chat, Refused
 
 if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
     from unfreeze.generate.answer import Completion
+    from unfreeze.serve.completions import Continue
 
 
 @dataclass(frozen=True)
 class Turn:
     """A request as the engine gets it.
 
-    messages, tools  of its prompt
+    messages, tools  of its prompt; none of a text that is continued
     sample           the prompt's ids: those of `before` first, if it goes on with an earlier turn
     number           of the request in its session
     most             new tokens of an answer; cut: the run's limit, if that is `most`, not the request's
+    thought          "open" if the prompt ends inside a think block, "closed" right after one, else ""
+    raw              the prompt is a text that is continued
+    recorded         a session keeps the answers and their log-probabilities
     """
 
     messages: list[Message]
@@ -47,6 +54,9 @@ class Turn:
     number: int = 0
     before: Spent | None = None
     cut: bool = False
+    thought: Literal["", "open", "closed"] = ""
+    raw: bool = False
+    recorded: bool = False
 
 
 @dataclass(eq=False)
@@ -82,35 +92,56 @@ class Speech:
         except ConfigError as error:  # refused where a request has tools
             self._read = error
 
+    @cached_property
+    def shape(self) -> Shape:
+        """The marks of reasoning and of calls in an answer."""
+        return shape_of(self.tokenizer, None if isinstance(self._read, ConfigError) else self._read)
+
     def begin(self, chat: Chat) -> Turn:
         """Return the request's prompt and sampling, by OpenAI's defaults. Raises Refused."""
-        prompt = self.prompt(chat)
+        prompt, thought = self.prompt(chat)
         most = room_for(prompt, self.positions, chat.new_tokens or self.new_tokens)
-        seed = secrets.randbits(63) if chat.seed is None else chat.seed
-        seeds = tuple(number(seed, i) if i else seed for i in range(chat.n))
-        temperature = 1.0 if chat.temperature is None else chat.temperature
-        sampling = Sampling(
-            most, temperature=temperature, top_p=chat.top_p, stop=chat.stop, n=chat.n, seeds=seeds
+        return Turn(
+            chat.messages, chat.tools, Sample(prompt), _sampling(chat, most, 0), most, thought=thought
         )
-        return Turn(chat.messages, chat.tools, Sample(prompt), sampling, most)
+
+    def begin_text(self, request: Continue, number: int) -> Turn:
+        """The same for a text that is continued: the prompt of this number. Raises Refused."""
+        prompt = request.prompts[number]
+        most = room_for(prompt, self.positions, request.new_tokens or 0, "prompt")
+        return Turn([], None, Sample(prompt), _sampling(request, most, number), most, raw=True)
 
     def heard(self, turn: Turn, answers: Sequence[Completion]) -> list[Message]:
-        """Return the answers as messages."""
-        return [self.message(turn, done) for done in answers]
+        """Return the answers as messages; of reasoning that was cut, as such."""
+        return [self.message(turn, done, cut=True) for done in answers]
 
-    def prompt(self, chat: Chat) -> list[int]:
-        """Return the ids up to the assistant's turn. Raises Refused for what the template does not take."""
+    def heard_text(self, turn: Turn, answers: Sequence[Completion]) -> None:
+        """Nothing is recorded without a session."""
+
+    def prompt(self, chat: Chat) -> tuple[list[int], Literal["", "open", "closed"]]:
+        """Return the ids up to the assistant's turn, and how they end.
+
+        Raises Refused for what the template does not take.
+        """
         if chat.tools and isinstance(self._read, ConfigError):
             raise Refused(400, f"tools: {self._read.message}", param="tools")
         try:
-            return encode_chat(self.tokenizer, chat.messages, chat.tools)
+            text = renderer(self.tokenizer).prompt(chat.messages, chat.tools)
+            return encode_rendered(self.tokenizer, text), self.shape.block.state(text)
         except DataError as error:
             raise Refused(400, error.message, param="messages") from None
 
-    def message(self, turn: Turn, done: Completion) -> Message:
-        """Return an answer, its reasoning and its tool calls. A call that cannot be read is text."""
-        stopped = done.stop_reason == "stop word"
-        text = done.text if stopped else spoken_text(self.tokenizer, done.tokens)
+    def message(self, turn: Turn, done: Completion, *, cut: bool = False) -> Message:
+        """Return an answer, its reasoning and its tool calls. A call that cannot be read is text.
+
+        cut: reasoning without an end is reasoning; else it is content, as the template writes it back.
+        """
+        text = spoken_text(self.tokenizer, done.tokens)
+        if done.stop_reason == "stop word":
+            text, whole = StopText(turn.sampling.stop).push(text)
+            text = text if whole else done.text  # a control token parts the stop string
+        if cut and (thought := self.shape.unclosed(text, turn.thought)) is not None:
+            return {"role": "assistant", "content": "", "reasoning_content": thought}
         spoken = Spoken(text)
         if turn.tools and not isinstance(self._read, ConfigError):
             before = sum(len(each.get("tool_calls") or ()) for each in turn.messages)
@@ -119,6 +150,21 @@ class Speech:
         message = as_message(self.tokenizer, turn.messages, spoken.content, spoken.calls)
         control = self.tokenizer.special_pattern  # spelled out above, as calls and reasoning are made of some
         return {**message, "content": control.sub("", message["content"]) if control else message["content"]}
+
+
+def _sampling(request: Asking, most: int, prompt: int) -> Sampling:
+    """Return a request's own sampling of the prompt of this number, by OpenAI's defaults."""
+    seed = secrets.randbits(63) if request.seed is None else request.seed
+    first = prompt * request.n
+    return Sampling(
+        max(1, most),
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        stop=request.stop,
+        n=request.n,
+        seeds=tuple(number(seed, i) if i else seed for i in range(first, first + request.n)),
+    )
 
 
 @dataclass(frozen=True)
@@ -155,30 +201,73 @@ class Session:
         self._lock = threading.Lock()
 
     def begin(self, chat: Chat) -> Turn:
-        """Return the prompt and the run's sampling. Raises Refused, also for another temperature."""
+        """Return the prompt and the run's sampling. Raises Refused, also for another distribution."""
+        count = self._counted(chat)
+        with self._lock:
+            messages, sample, before, thought = self._goes_on(chat)
+        most, cut, sampling = self._sampling(chat, sample.ids, count, "messages")
+        turn = Turn(messages, chat.tools, sample, sampling, most, self.rules.replay, count, before, cut)
+        return replace(turn, thought=thought, recorded=True)
+
+    def begin_text(self, request: Continue, number: int) -> Turn:
+        """The same for a text that is continued: after an earlier sample that its ids begin with."""
+        count = self._counted(request)
+        prompt = request.prompts[number]
+        with self._lock:
+            fitting = [each for each in self._spent if prompt[: len(each.sample.ids)] == each.sample.ids]
+            before = max(fitting, key=lambda each: len(each.sample.ids), default=None)
+        sample = Sample(list(prompt))
+        if before is not None:
+            sample = copy_of(before.sample)
+            sample.add(prompt[len(sample.ids) :], sampled=False)
+        most, cut, sampling = self._sampling(request, prompt, count, "prompt")
+        turn = Turn([], None, sample, sampling, most, self.rules.replay, count, before, cut)
+        return replace(turn, raw=True, recorded=True)
+
+    def _counted(self, request: Asking) -> int:
+        """Return the number of a request. Raises Refused for one that the run's loss could not use."""
         rules = self.rules
         for name, value in (("temperature", rules.temperature), ("top_p", 1.0)):
-            if getattr(chat, name) not in (None, value):
+            if getattr(request, name) not in (None, value):
                 raise Refused(
                     400,
                     f"{name}: this run samples with {value:g}, which its loss needs; leave {name} out",
                     param=name,
                 )
+        if name := request.steered():
+            words = f"{name}: this run trains on what the model samples by itself; leave {name} out"
+            raise Refused(400, words, param=name)
         with self._lock:
             if self.requests >= rules.requests:
                 raise Refused(403, f"a session has at most {rules.requests} requests")
             count, self.requests = self.requests, self.requests + 1
-            messages, sample, before = self._goes_on(chat)
-        room = room_for(sample.ids, rules.window, rules.new_tokens)
-        most = min(room, chat.new_tokens or room)
-        seeds = tuple(number(self.seed, count, choice) for choice in range(chat.n))
+        return count
+
+    def _sampling(
+        self, request: Asking, prompt: list[int], count: int, param: str
+    ) -> tuple[int, bool, Sampling]:
+        """-> most new tokens, True if that is the run's limit, and the run's sampling."""
+        rules = self.rules
+        room = room_for(prompt, rules.window, rules.new_tokens, param)
+        most = min(room, room if request.new_tokens is None else request.new_tokens)
+        seeds = tuple(number(self.seed, count, choice) for choice in range(request.n))
         heat = 0.0 if rules.greedy else rules.temperature
-        sampling = Sampling(most, temperature=heat, stop=chat.stop, n=chat.n, seeds=seeds)
-        return Turn(messages, chat.tools, sample, sampling, most, rules.replay, count, before, most == room)
+        sampling = Sampling(max(1, most), temperature=heat, stop=request.stop, n=request.n, seeds=seeds)
+        return most, most == room, sampling
 
     def heard(self, turn: Turn, answers: Sequence[Completion]) -> list[Message]:
         """Record the answers to a request, unless the session has ended. -> a message each."""
         messages = [self.speech.message(turn, done) for done in answers]
+        self._record(turn, answers, messages)
+        return messages
+
+    def heard_text(self, turn: Turn, answers: Sequence[Completion]) -> None:
+        """Record the answers to a text, unless the session has ended."""
+        if turn.most:
+            texts: list[Message] = [{"role": "assistant", "content": done.text} for done in answers]
+            self._record(turn, answers, texts)
+
+    def _record(self, turn: Turn, answers: Sequence[Completion], messages: Sequence[Message]) -> None:
         with self._lock:
             for choice, (done, message) in enumerate(zip(answers, messages, strict=True)):
                 if self.ended:
@@ -187,7 +276,6 @@ class Session:
                 sample.add(done.tokens, sampled=True, log_p=done.sampled_logprobs, experts=done.experts)
                 cut = turn.cut and done.finish_reason == "length"
                 self._spent.append(Spent(turn, (turn.number, choice), sample, message, cut))
-        return messages
 
     def end(self) -> list[Spent]:
         """Take no more requests. -> the samples, in the order of requests. Each sampled id is in one."""
@@ -212,12 +300,14 @@ class Session:
             )
         return [replace(each, sample=samples[id(each)]) for each in spent if id(each) not in continued]
 
-    def _goes_on(self, chat: Chat) -> tuple[list[Message], Sample, Spent | None]:
+    def _goes_on(
+        self, chat: Chat
+    ) -> tuple[list[Message], Sample, Spent | None, Literal["", "open", "closed"]]:
         """Continue the longest turn that the messages begin with, else begin a sample.
 
         -> the messages as they were sampled: clients drop fields, such as reasoning, on the way.
         """
-        fitting = [each for each in self._spent if _begins_with(chat, each)]
+        fitting = [each for each in self._spent if not each.turn.raw and _begins_with(chat, each)]
         before = max(fitting, key=lambda each: len(each.turn.messages), default=None)
         if before is not None:
             earlier = before.turn.messages
@@ -232,19 +322,19 @@ class Session:
             if ids is not None:
                 sample = copy_of(before.sample)
                 sample.add(ids, sampled=False)
-                return chat.messages, sample, before
-        prompt = self.speech.prompt(chat)
-        return chat.messages, Sample(prompt), None
+                return chat.messages, sample, before, before.turn.thought
+        prompt, thought = self.speech.prompt(chat)
+        return chat.messages, Sample(prompt), None, thought
 
 
-def room_for(prompt: Sequence[int], positions: int, most: int) -> int:
+def room_for(prompt: Sequence[int], positions: int, most: int, param: str = "messages") -> int:
     """Return the most new tokens. Raises Refused (413) for a prompt that leaves no place for one."""
     if len(prompt) >= positions:
         raise Refused(
             413,
-            f"messages: {len(prompt):,} tokens leave no place for an answer; at most {positions - 1:,} are"
+            f"{param}: {len(prompt):,} tokens leave no place for an answer; at most {positions - 1:,} are"
             " possible",
-            param="messages",
+            param=param,
             code="context_length_exceeded",
         )
     return min(most, positions - len(prompt))

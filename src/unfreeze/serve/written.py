@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.data.rows.row import Message
 from unfreeze.generate.answer import Completion
-from unfreeze.serve.speaker import Top
+from unfreeze.generate.request import Top
 
-Spell = Callable[[int], str]
-"""An id -> its text, special tokens spelled out."""
+if TYPE_CHECKING:
+    from unfreeze.data.tokens.tokenizer import Tokenizer
 
 
 def completion(
@@ -33,19 +33,19 @@ def completion(
         }
         for i, (answer, message) in enumerate(zip(answers, messages, strict=True))
     ]
-    return {**head(model, "chat.completion"), "choices": choices, "usage": usage(prompt, answers)}
+    return {**head(model, "chat.completion"), "choices": choices, "usage": usage([prompt], answers)}
 
 
 def head(model: str, kind: str) -> dict[str, Any]:
     """Return the first fields of an answer."""
-    id = f"chatcmpl-{secrets.token_hex(12)}"
+    id = f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{secrets.token_hex(12)}"
     return {"id": id, "object": kind, "created": int(time.time()), "model": model}
 
 
-def usage(prompt: Sequence[int], answers: Sequence[Completion]) -> dict[str, int]:
+def usage(prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> dict[str, int]:
     """Count tokens; a prompt counts once, whatever n is."""
-    new = sum(len(answer.tokens) for answer in answers)
-    return {"prompt_tokens": len(prompt), "completion_tokens": new, "total_tokens": len(prompt) + new}
+    read, new = sum(map(len, prompts)), sum(len(answer.tokens) for answer in answers)
+    return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
 
 
 def as_openai(message: Message) -> dict[str, Any]:
@@ -58,43 +58,54 @@ def as_openai(message: Message) -> dict[str, Any]:
     return {**message, "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
 
 
-def logprobs_of(answer: Completion, top: Top | None, spell: Spell) -> dict[str, Any]:
-    """Return log-probabilities before temperature; top: the likeliest at each place, or None."""
-    content = [
-        {
-            **_token(token, logprob, spell),
-            "top_logprobs": [_token(*each, spell) for each in (top[i] if top else [])],
-        }
-        for i, (token, logprob) in enumerate(zip(answer.tokens, answer.logprobs, strict=True))
-    ]
-    return {"content": content, "refusal": None}
+class Spelled:
+    """Tokens and their log-probabilities in the form of chat completions."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._texts: dict[int, tuple[str, list[int] | None]] = {}
+
+    def answer(self, answer: Completion, top: Top | None) -> dict[str, Any]:
+        """Return log-probabilities before temperature; top: the likeliest at each place, or None."""
+        lists = top or [[] for _ in answer.tokens]
+        content = [self.place(*each) for each in zip(answer.tokens, answer.logprobs, lists, strict=True)]
+        return {"content": content, "refusal": None}
+
+    def place(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, Any]:
+        """Return one token, and the likeliest at its place."""
+        return {**self._token(token, logprob), "top_logprobs": [self._token(*each) for each in top]}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        if token not in self._texts:
+            text, raw = self._tokenizer.decode([token], skip_specials=False), self._tokenizer.bytes_of(token)
+            if raw is None and "\ufffd" not in text:  # else a part of a character
+                raw = text.encode()
+            self._texts[token] = text, None if raw is None else list(raw)
+        text, spelled = self._texts[token]
+        return {"token": text, "logprob": logprob, "bytes": spelled}
 
 
-def _token(token: int, logprob: float, spell: Spell) -> dict[str, Any]:
-    text = spell(token)
-    whole = "\ufffd" not in text  # else a part of a character
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
-
-
-def chunk(about: Mapping[str, Any], index: int, delta: Mapping[str, Any], why: str | None) -> str:
+def chunk(
+    about: Mapping[str, Any],
+    index: int,
+    delta: Mapping[str, Any],
+    why: str | None,
+    logprobs: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """Return an event of a stream."""
-    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": why}
+    listed = {"content": list(logprobs), "refusal": None} if logprobs else None
+    choice = {"index": index, "delta": delta, "logprobs": listed, "finish_reason": why}
+    return event({**about, "choices": [choice]})
+
+
+def text_chunk(
+    about: Mapping[str, Any], index: int, text: str, why: str | None, logprobs: Mapping[str, Any] | None
+) -> str:
+    """Return an event of a stream of /v1/completions."""
+    choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": why}
     return event({**about, "choices": [choice]})
 
 
 def event(value: Mapping[str, Any]) -> str:
     """Return a server-sent event."""
     return f"data: {json.dumps(value)}\n\n"
-
-
-def rest_of(
-    about: Mapping[str, Any], answers: Sequence[Completion], messages: Sequence[Message], sent: bool
-) -> Iterator[str]:
-    """Yield the last events of each choice. sent: its text was streamed already."""
-    for i, (answer, message) in enumerate(zip(answers, messages, strict=True)):
-        whole = {name: value for name, value in as_openai(message).items() if name not in ("role", "refusal")}
-        if calls := whole.get("tool_calls"):
-            whole["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-        if not sent and whole:
-            yield chunk(about, i, whole, None)
-        yield chunk(about, i, {}, "tool_calls" if calls else answer.finish_reason)

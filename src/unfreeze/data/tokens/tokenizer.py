@@ -165,6 +165,10 @@ class Tokenizer:
         """Return the bytes that a token adds to a text: bytes_of, but none for a special token."""
         return b"" if id in self.special_ids else self._backend.bytes_of(id)
 
+    def as_json(self) -> str | None:
+        """Return the content of tokenizer.json with the tokens that other files add; None if there is none."""
+        return self._backend.as_json() if isinstance(self._backend, TokenizerJson) else None
+
     def _turn_end(self) -> int | None:
         """Return the special token with which the template closes an assistant's turn, or None.
 

@@ -112,6 +112,11 @@ class TokenizerJson:
         """Return the token as the vocabulary spells it; the text itself for special tokens."""
         return self._backend.id_to_token(id) or ""
 
+    def as_json(self) -> str:
+        """Return the content of tokenizer.json, with the tokens that were added here."""
+        with self._lock:
+            return self._backend.to_str()
+
     def bytes_of(self, id: int) -> bytes | None:
         """Return the bytes of a token; None if the vocabulary is not one of bytes."""
         if id not in self._bytes:

@@ -1,0 +1,214 @@
+"""Answers that fit a JSON schema, and calls that fit a tool: masks of allowed ids by the library llguidance.
+
+A mask is made for each token from those before it: the ids after which the text can still become one that
+fits. Where the grammar is complete, only ids that end the answer are left.
+
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.data.tokens.tool_calls import MAX_CALLS
+from unfreeze.serve.deltas import HERMES_MARKS, Shape
+from unfreeze.serve.request import Chat, Refused
+
+if TYPE_CHECKING:
+    from unfreeze.data.tokens.tokenizer import Tokenizer
+
+MAX_SCHEMA = 200_000  # characters; the library limits the work of what is shorter
+SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as Python writes it, on one line: with free white space a weak model writes spaces to its end."""
+KIMI_OPEN, KIMI_CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+
+
+def needs_llguidance() -> Any:
+    """Return the library. Raises ConfigError with the command that installs it."""
+    try:
+        import llguidance
+    except ImportError:
+        raise ConfigError(
+            "JSON schemas and tool_choice need the library llguidance (extra [serve]): not installed",
+            next="pip install llguidance",
+        ) from None
+    return llguidance
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer.
+
+    num_ids  ids that can be sampled
+    """
+
+    def __init__(self, tokenizer: Tokenizer, num_ids: int):
+        self.tokenizer, self.num_ids = tokenizer, num_ids
+
+    @cached_property
+    def _vocabulary(self) -> Any:
+        """The library's tokenizer: the bytes of each id, or tokenizer.json where ids are not bytes."""
+        library = needs_llguidance()
+        ends = sorted(self.tokenizer.eos_ids)
+        raw = [self.tokenizer.bytes_of(id) for id in range(self.num_ids)]
+        if any(each is None for each in raw):
+            return library.LLTokenizer(self.tokenizer.as_json(), n_vocab=self.num_ids, eos_token=ends)
+        words = library.TokenizerWrapper(_Words(self.tokenizer, raw))
+        return library.LLTokenizer(words, eos_token=ends)
+
+    def compiled(self, grammar: str, param: str) -> Allowed:
+        """Compile a grammar in Lark's form. May take a second. Raises Refused, which names the field."""
+        library = needs_llguidance()
+        matcher = library.LLMatcher(
+            self._vocabulary, library.LLMatcher.grammar_from_lark(grammar), log_level=0
+        )
+        if matcher.is_error():
+            words = " ".join(matcher.get_error().split())
+            raise Refused(400, f"{param}: no grammar can be made of it: {words[:200]}", param=param)
+        return Allowed(matcher, self.num_ids)
+
+    def literal(self, text: str) -> str:
+        """Return the grammar of a fixed text, in which special tokens are themselves."""
+        pattern = self.tokenizer.special_pattern
+        cuts = [match.span() for match in pattern.finditer(text)] if pattern else []
+        parts: list[str] = []
+        at = 0
+        for begin, end in [*cuts, (len(text), len(text))]:
+            if at < begin:
+                parts.append(json.dumps(text[at:begin]))
+            if begin < end:
+                parts.append(f"<[{self.tokenizer.token_id(text[begin:end])}]>")
+            at = end
+        return " ".join(parts)
+
+
+def json_grammar(schema: Any, param: str) -> str:
+    """Return the grammar of JSON that fits a schema. Raises Refused."""
+    if not isinstance(schema, dict):
+        raise Refused(400, f"{param}: the schema is not an object", param=param)
+    if "x-guidance" in schema:
+        raise Refused(400, f"{param}: x-guidance is not known here", param=param)
+    text = json.dumps({**schema, "x-guidance": SPACES})
+    if len(text) > MAX_SCHEMA:
+        words = f"{param}: a schema of {len(text):,} characters; at most {MAX_SCHEMA:,} are taken"
+        raise Refused(400, words, param=param)
+    return f"%json {text}"
+
+
+class Allowed:
+    """The mask of each next token, for answers that may all call it: the answer's tokens so far -> bool [V].
+
+    A state of the grammar is kept for each answer, by its tokens.
+    """
+
+    def __init__(self, matcher: Any, num_ids: int):
+        self._fresh, self.num_ids = matcher, num_ids
+        self._states: dict[tuple[int, ...], Any] = {}
+
+    def __call__(self, tokens: list[int]) -> Tensor:
+        before = tuple(tokens)
+        state = self._states.pop(before[:-1], None) if tokens else None
+        if state is None:
+            state = self._fresh.deep_copy()
+            state.consume_tokens(before[:-1])
+        if tokens:
+            state.consume_token(tokens[-1])
+        self._states[before] = state
+        bits = np.frombuffer(state.compute_bitmask(), dtype=np.uint8)
+        mask_V = np.unpackbits(bits, bitorder="little")[: self.num_ids].astype(bool)
+        return torch.from_numpy(mask_V)
+
+
+class _Words:
+    """A tokenizer as the library reads it."""
+
+    def __init__(self, tokenizer: Tokenizer, raw: Sequence[bytes | None]):
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = min(tokenizer.eos_ids), tokenizer.bos_id
+        self.tokens = [each or b"" for each in raw]
+        self.special_token_ids = sorted(id for id in tokenizer.special_ids if id < len(raw))
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        plain = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(plain, specials=False)
+
+
+def chat_grammar(chat: Chat, shape: Shape, thought: str, grammars: Grammars) -> tuple[str, str] | None:
+    """Return the grammar of an answer to a chat, and the field that asks for it; None if it is free.
+
+    thought: how the prompt ends, as in Turn. If it opens a think block, reasoning comes first, which is free.
+    If it does not, JSON or a call that is demanded comes at once: a weak model would think to its end.
+    """
+    called = bool(chat.tools) and chat.choice != "none"
+    forced = called and chat.choice != "auto"
+    held = called and (chat.one_call or any(_is_strict(tool) for tool in chat.tools or ()))
+    if chat.schema is None and not forced and not held:
+        return None
+    rules: list[str] = []
+    bodies: list[str] = []
+    param = "response_format"
+    if chat.schema is not None and not forced:
+        rules.append(f"answer: {json_grammar(chat.schema, param)}")
+        bodies.append("answer")
+    if called:
+        param = "tools" if chat.schema is None else param
+        rules += list(_call_rules(chat, shape, grammars))
+        section = grammars.literal(KIMI_OPEN) + " calls " + grammars.literal(KIMI_CLOSE)
+        rules.append(f"section: {'calls' if shape.calls == HERMES_MARKS else section}")
+        if forced or chat.schema is not None:
+            bodies.append("section")
+        else:
+            rules.append(f"SAID: {_without(shape.calls)}")
+            bodies.append("SAID section?")
+    begin = ""
+    free = "SAID section?" in bodies
+    if thought == "open" or (free and shape.thinks and not thought):
+        rules += [f"THOUGHT: {_without((shape.closing,))}", r"SPACE: /[ \n]{0,2}/"]
+        closed = f"THOUGHT {grammars.literal(shape.closing)} SPACE"
+        begin = closed if thought == "open" else f"({grammars.literal(shape.opening)} {closed})?"
+    return "\n".join([f"start: {begin} ({' | '.join(bodies)})", *rules]), param
+
+
+def _call_rules(chat: Chat, shape: Shape, grammars: Grammars) -> Iterator[str]:
+    """Yield the rules of calls: each of a tool that may be called, with arguments that fit its parameters."""
+    names: list[str] = []
+    for i, tool in enumerate(chat.tools or ()):
+        function = tool["function"]
+        if chat.choice not in ("auto", "required", function["name"]):
+            continue
+        parameters = function.get("parameters") or {"type": "object"}
+        yield f"arguments{i}: {json_grammar(parameters, 'tools')}"
+        name = json.dumps(function["name"])
+        if shape.calls == HERMES_MARKS:
+            begin = json.dumps(f'\n{{"name": {name}, "arguments": ')
+            close = f"{json.dumps('}' + chr(10))} {grammars.literal('</tool_call>')}"
+            yield f"call{i}: {grammars.literal('<tool_call>')} {begin} arguments{i} {close}"
+        else:
+            begin, middle, end = map(grammars.literal, KIMI_CALL)
+            label = json.dumps(f"functions.{function['name']}:")
+            yield f"call{i}: {begin} {label} NUMBER {middle} arguments{i} {end}"
+        names.append(f"call{i}")
+    if shape.calls != HERMES_MARKS:
+        yield "NUMBER: /[0-9]{1,3}/"
+    yield f"call: {' | '.join(names)}"
+    between = '"\\n" ' if shape.calls == HERMES_MARKS else ""
+    yield "calls: call" if chat.one_call else f"calls: call ({between}call){{0,{MAX_CALLS - 1}}}"
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return bool(tool["function"].get("strict"))
+
+
+def _without(marks: Sequence[str]) -> str:
+    """Return the grammar of a text that has none of the marks. Special tokens are no text."""
+    parts = ["/(.|\\n)*/", *(f"~/(.|\\n)*{re.escape(mark)}(.|\\n)*/".replace("</", "<\\/") for mark in marks)]
+    return " & ".join(parts)
