@@ -10,7 +10,11 @@ from unfreeze.serve.running import Endpoint
 from unfreeze.serve.session import Speech
 from unfreeze.serve.speaker import Speaker
 
-TEXT = ["the sun is a star", '{"name": "add", "arguments": {"a": 1}}', "two and two are four, 四是二加二。"] * 3
+TEXT = [
+    "the sun is a star",
+    '{"name": "add", "arguments": {"a": 1}}',
+    "two and two are four, 四是二加二。",
+] * 3
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}

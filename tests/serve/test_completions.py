@@ -82,7 +82,9 @@ def test_prompts_are_texts_or_ids_and_choices_are_in_their_order(both, client, i
     texts = ["the sun", "two and", "四"]
     prompts = [both[1].tokenizer.encode(text, specials=True) for text in texts]
     done = complete(client, prompts if ids else texts, temperature=0)
-    alone = [complete(client, prompt, temperature=0).choices[0].text for prompt in (prompts if ids else texts)]
+    alone = [
+        complete(client, prompt, temperature=0).choices[0].text for prompt in (prompts if ids else texts)
+    ]
     assert [choice.index for choice in done.choices] == [0, 1, 2]
     assert [choice.text for choice in done.choices] == alone
     assert done.usage.prompt_tokens == sum(map(len, prompts))
@@ -125,7 +127,18 @@ def test_lm_evals_own_client_scores_as_transformers(both, running):
         tokenizer_backend="huggingface", max_length=512, batch_size=2,
     )  # fmt: skip
     pairs = [("the sun is", " a star"), ("two and two are", " four"), ("四是", "二加二")]
-    for context in ("two", "a", "the sun", "star", "and", "four", "is", "4", "name", "{"):  # a text that is greedy
+    for context in (
+        "two",
+        "a",
+        "the sun",
+        "star",
+        "and",
+        "four",
+        "is",
+        "4",
+        "name",
+        "{",
+    ):  # a text that is greedy
         before = lm.tok_encode(context)
         text = both[1].tokenizer.decode(likeliest := done_ids(both, before, 1))
         if lm.tok_encode(context + text) == [*before, *likeliest]:
@@ -223,11 +236,15 @@ def test_tokenize_and_back(both, running):
     tokenizer = both[1].tokenizer
     text = "two <|im_end|> 四"
     answer = post("/tokenize", prompt=text, return_token_strs=True).json()
-    assert answer["tokens"] == tokenizer.encode(text, specials=True) and answer["count"] == len(answer["tokens"])
+    assert answer["tokens"] == tokenizer.encode(text, specials=True) and answer["count"] == len(
+        answer["tokens"]
+    )
     assert answer["max_model_len"] == 2048 and len(answer["token_strs"]) == answer["count"]
     assert post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": text}
     messages = [{"role": "user", "content": "two"}]
-    assert post("/tokenize", messages=messages, model="small").json()["tokens"] == both[1].encode_chat(messages)
+    assert post("/tokenize", messages=messages, model="small").json()["tokens"] == both[1].encode_chat(
+        messages
+    )
     for path, body, status in (
         ("/tokenize", {}, 400),
         ("/tokenize", {"prompt": "a", "messages": messages}, 400),

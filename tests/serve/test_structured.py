@@ -54,7 +54,10 @@ def schema_of(rng, depth=0):
         return {"const": rng.choice(["x", 7, [1, "y"]])}
     if kind == "text":
         return rng.choice(
-            [{"type": "string", "maxLength": rng.randrange(1, 6)}, {"type": "string", "pattern": "^[a-c]{2,4}$"}]
+            [
+                {"type": "string", "maxLength": rng.randrange(1, 6)},
+                {"type": "string", "pattern": "^[a-c]{2,4}$"},
+            ]
         )
     if kind == "array":
         least = rng.randrange(2)
