@@ -65,6 +65,7 @@ LOOK = {
     "doctor": Command("unfreeze.commands.doctor", "doctor MODEL --data F", "check files and machine first"),
 }
 SHIP = {
+    "serve": Command("unfreeze.commands.serve", "serve MODEL_OR_RUN …", "answer OpenAI's clients"),
     "export": Command(
         "unfreeze.commands.export", "export RUN --for vllm", "a run's adapter for other programs"
     ),

@@ -363,6 +363,7 @@ class Live:
             assert held is not None
             held.ids = held.ids[: part.first] + part.tokens
             if part.seat.request.prompt_logprobs and part.seat.number == 0:
+                self.adapters.assign([part.seat.version])  # the head has rows of this part alone
                 score_prompt(self.model, hidden_TD[end:], part, self.engine.num_ids)
             end += part.count
             if part.whole:
@@ -370,6 +371,7 @@ class Live:
                 whole.append(part)
         if not whole:
             return done
+        self.adapters.assign([part.seat.version for part in whole])
         logits_PV = self.model.logits(hidden_TD[last])[:, : self.engine.num_ids]
         for part, logits_V in zip(whole, logits_PV, strict=True):
             at, length = places.of(part.seat), len(part.seat.request.prompt)

@@ -20,6 +20,7 @@ from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
 from unfreeze.models.blocks.bytes import Block
 from unfreeze.models.blocks.cache import Cache
 from unfreeze.models.blocks.chain import again_of
+from unfreeze.models.blocks.each import Assigned
 from unfreeze.models.blocks.embedding import Embedding
 from unfreeze.models.blocks.extend_pass import CannotExtend, ExtendPass
 from unfreeze.models.blocks.linear import Linear, PackedHolder
@@ -66,6 +67,7 @@ class Decoder(nn.Module):
         self.shape, self.model, self.lm_head = shape, body, lm_head
         self.residency: Residency = RESIDENT
         self.boundary: Boundary = ON_DEVICE
+        self.assigned = Assigned()  # the adapter of each sequence, where several are attached
 
     @property
     def layers(self) -> list[Layer]:
@@ -142,6 +144,7 @@ class Decoder(nn.Module):
 
         taps: collects the layer tensors it requests; backward may also start from them.
         """
+        self.assigned.documents(batch.lengths())
         run = self.packed_pass(batch)
         x_TD = self.model.embed_tokens(batch.tokens_T)
         for index, layer in enumerate(self.layers):
@@ -261,6 +264,8 @@ class Decoder(nn.Module):
         behind_T = torch.tensor(list(first)).repeat_interleave(lengths_T).to(self.device)
         positions_T = batch.positions_T + behind_T
         tables, named = self.shape.tables(positions_T)
+        ends = [begin + length for begin, length in zip(first, batch.lengths(), strict=True)]
+        self.assigned.documents(batch.lengths(), ends)
         run = ExtendPass(
             *tables,
             layout=self._layout(batch),
@@ -271,7 +276,7 @@ class Decoder(nn.Module):
             tokens_T=batch.tokens_T,
             rows=list(rows),
             first=list(first),
-            ends=[begin + length for begin, length in zip(first, batch.lengths(), strict=True)],
+            ends=ends,
         )
         return self._visit(batch.tokens_T, run)
 
@@ -288,6 +293,7 @@ class Decoder(nn.Module):
 
     def _fill(self, batch: Batch, rows_T: Tensor, lengths_T: Tensor | None, cache: Cache) -> Tensor:
         """Write every token's keys and values to the cache, at its row and position. -> hidden [T, D]."""
+        self.assigned.documents(batch.lengths())
         tables, named = self.shape.tables(batch.positions_T, lengths_T)
         run = PrefillPass(
             *tables,
@@ -318,7 +324,8 @@ class Decoder(nn.Module):
         starts_S = torch.arange(len(rows)) * short
         batch = Batch(tokens_T, tokens_T, torch.zeros(len(tokens_T)), positions_T, starts_S)
         rows_T = torch.tensor(rows, device=self.device).repeat_interleave(short)
-        self._fill(batch, rows_T, torch.full_like(positions_T, short + 1), cache)
+        with self.assigned.only(rows):
+            self._fill(batch, rows_T, torch.full_like(positions_T, short + 1), cache)
 
     def step(self, tokens_S: Tensor, cache: Cache) -> Tensor:
         """One new token per row, at position cache.lengths[row]. -> [S, D].
@@ -349,6 +356,7 @@ class Decoder(nn.Module):
         return self._step(tokens_S, run)
 
     def _step(self, tokens_S: Tensor, run: StepPass) -> Tensor:
+        self.assigned.documents()
         if self.shape.rope.long is not None:
             run.cache.write(TOKENS, run.rows_T, run.positions_T, (tokens_S,))
         return self._visit(tokens_S, run)

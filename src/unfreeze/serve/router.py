@@ -24,12 +24,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from unfreeze.core.errors import ConfigError, UserError, nearest
+from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.generate.answer import Completion, Piece
 from unfreeze.generate.request import Top
 from unfreeze.serve import written
 from unfreeze.serve.completions import Continue, Spelling, choices_of, logprobs_of, read_completion
 from unfreeze.serve.deltas import Deltas
+from unfreeze.serve.gate import fault
 from unfreeze.serve.request import MAX_BODY, Asking, Chat, Refused, read_chat
 from unfreeze.serve.session import Session, Speech, Turn
 from unfreeze.serve.speaker import Speaker, Work
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
 
 ENDED = "this session has ended and takes no more requests"
+MOST_HELD = 8192  # pieces that wait for the client of a stream
 DEFAULT = "default"
 """A name of the base that is the same for every server."""
 
@@ -324,7 +326,7 @@ class _Streamed:
         loop = asyncio.get_running_loop()
 
         def listener(number: int) -> Callable[[Piece], None]:
-            return lambda piece: _thread_safe(loop, self._pieces.put_nowait, (number, piece))
+            return lambda piece: _thread_safe(loop, self._put, (number, piece))
 
         for number, work in enumerate(works):
             work.heard, work.gone = listener(number), lambda: self._gone or talk.ended
@@ -332,6 +334,13 @@ class _Streamed:
         left = itertools.count(len(works) - 1, -1)
         for each in self._waiting:
             each.add_done_callback(lambda _: self._pieces.put_nowait(None) if next(left) == 0 else None)
+
+    def _put(self, each: tuple[int, Piece]) -> None:
+        """Keep a piece until the client takes it; one that takes none holds nobody for long."""
+        if self._pieces.qsize() < MOST_HELD:
+            self._pieces.put_nowait(each)
+        else:
+            self._gone = True
 
     async def __aenter__(self) -> _Streamed:
         return self
@@ -415,6 +424,5 @@ async def _no_route(request: Request, error: HTTPException) -> Response:
 
 
 def _fault(error: Exception) -> Refused:
-    """A fault of ours: its kind, without a traceback. The connection stays."""
-    words = error.message if isinstance(error, UserError) else type(error).__name__
-    return error if isinstance(error, Refused) else Refused(500, words)
+    """A fault of ours: its kind and the request's id; the log has the rest. The connection stays."""
+    return error if isinstance(error, Refused) else fault(error)

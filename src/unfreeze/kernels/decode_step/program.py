@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.attention import CAUSAL, Mask
-from unfreeze.kernels.decode_step import ops, team
+from unfreeze.kernels.decode_step import ops, team, thin
 from unfreeze.kernels.decode_step.atomic import ARGUMENTS
+from unfreeze.kernels.decode_step.buffers import Row, Store, memory_of
 from unfreeze.kernels.decode_step.codes import CHUNK
+from unfreeze.kernels.decode_step.dots import FLOAT32
 from unfreeze.kernels.decode_step.formats import packed_weight
 from unfreeze.kernels.decode_step.ops import ACT_WIDTH, LINEAR_ROWS
 from unfreeze.kernels.decode_step.pointer import Callee
+from unfreeze.kernels.decode_step.slots import NONE, SlotTable
 from unfreeze.kernels.decode_step.weights import DENSE, CannotRecord, Weight, dense_weight
 from unfreeze.kernels.decode_step.wide import Product, Wide, wide_from
 from unfreeze.kernels.loops.bf16_cpu import available
@@ -35,40 +38,6 @@ Tables = tuple[int, int, int]
 
 COLUMNS = team.ARGUMENTS + ARGUMENTS
 _Stop = tuple[int, int, Callable[[int], None] | None]
-
-
-class Row:
-    """A float32 vector per sequence, [S, width], and the same packed if a product reads it (rows.py)."""
-
-    def __init__(self, tensor: Tensor, pairs: bool):
-        self.tensor, self.width, self.pairs = tensor, tensor.shape[1], pairs
-        self._packed: Tensor | None = None
-        self.stale = True  # True until an operation writes the packed form with this value
-
-    @property
-    def address(self) -> int:
-        return self.tensor.data_ptr()
-
-    @property
-    def stride(self) -> int:
-        return 4 * self.tensor.stride(0)
-
-    @property
-    def packed(self) -> Tensor:
-        if self._packed is None:
-            self._packed = torch.zeros(self.tensor.shape, dtype=torch.int16 if self.pairs else torch.float32)
-        return self._packed
-
-    def part(self, first: int, width: int) -> Row:
-        """A view of `width` numbers of each sequence."""
-        return Row(self.tensor[:, first : first + width], self.pairs)
-
-
-class Store(NamedTuple):
-    """A tensor of the cache: each row's own positions [S, N, …], and prompts that rows share [P, M, …]."""
-
-    rows: Tensor
-    prompts: Tensor | None = None
 
 
 class Heads(NamedTuple):
@@ -102,7 +71,10 @@ class Program:
         self.positions = torch.zeros(rows, dtype=torch.int64)
         self.places = torch.zeros(rows, dtype=torch.int64)  # of the new token, in its row of the cache
         self.shared = torch.zeros(rows, 2, dtype=torch.int64)  # slot of a row's prompt, and its length
-        self._holds: list[Any] = [self.positions, self.places, self.shared]
+        self.slots = torch.full(
+            (rows,), NONE
+        )  # of each row's adapter, where matrices have several (slots.py)
+        self._holds: list[Any] = [self.positions, self.places, self.shared, self.slots]
         self._operations: list[_Operation] = []
         self._calls: list[tuple[int, Callable[[int], None]]] = []  # before operation i, on the host
         self._wide: list[Wide] = []  # in place of operation i, on the host, for many rows
@@ -176,6 +148,22 @@ class Program:
         held = self.dense(B.detach())
         return [held.codes, held.kind, DENSE[B.dtype][1].address(False)]
 
+    def tables(self, table: SlotTable | None) -> list[int]:
+        """Addresses of the rows' slots and of a matrix's table; 0 for None."""
+        return [0, 0] if table is None else [self.slots.data_ptr(), self.keep(table.entries)]
+
+    def thin_tile(self) -> int:
+        """Address of the products of a float32 A."""
+        return DENSE[torch.float32][1].address(self.pairs)
+
+    def _thin_of_slots(self, x: Row, table: SlotTable) -> Row:
+        """t = A x of each row's own adapter, [S, R]."""
+        packed, low = self.packed(x), self.row(table.rank)
+        arguments = [self.thin_tile(), *self.tables(table), packed, self.packed_stride(x), x.width]
+        arguments += [low.address, low.stride]
+        self.add(thin.thin_of_slots, 1, True, arguments, reads=[x.packed], writes=[low])
+        return low
+
     def packed(self, x: Row) -> int:
         """Address of the packed form of x; an operation writes it if none has."""
         address = x.packed.data_ptr()
@@ -219,7 +207,7 @@ class Program:
         """
         reads, writes = list(reads), list(writes)
         self._holds += reads + writes
-        read, written = {_memory(each) for each in reads}, {_memory(each) for each in writes}
+        read, written = {memory_of(each) for each in reads}, {memory_of(each) for each in writes}
         index = len(self._operations)
         operation = _Operation(loop, jobs, of_rows, list(arguments), list(numbers), count, index)
         if read & self._written or written & (self._written | self._read):
@@ -272,30 +260,38 @@ class Program:
         bias: Tensor | None = None,
         *,
         adapter: tuple[Tensor, Tensor, float] | None = None,
+        each: SlotTable | None = None,
         add: Row | None = None,
         factor: float = 1.0,
     ) -> Row:
-        """add + factor · (W x + bias + scale · B A x); adapter: (A [R, K], B [O, R], scale)."""
+        """add + factor · (W x + bias + scale · B A x); adapter: (A [R, K], B [O, R], scale).
+
+        each: the adapters of the rows, in place of one for all.
+        """
         W = self.weight(weight)
         O, K = weight.shape[-2:]
-        thin, low = [0] * 6, None
-        if adapter is not None:
+        of_adapter, low = [0] * 6, None
+        if each is not None:
+            low = self._thin_of_slots(x, each)
+            of_adapter = [low.address, low.stride, 0, 0, FLOAT32, DENSE[torch.float32][1].address(False)]
+        elif adapter is not None:
             A, B, _ = adapter
             low = self.linear(x, A.detach())
-            thin = [low.address, low.stride, A.shape[0], *self.factor(B)]
+            of_adapter = [low.address, low.stride, A.shape[0], *self.factor(B)]
         packed, out = self.packed(x), self.row(O)
         end = [add.address, add.stride] if add is not None else [0, 0]
         arguments = [*W.arguments, K, O, packed, self.packed_stride(x), out.address, out.stride]
         if self._wide_from is not None and isinstance(weight, Tensor) and weight.dtype == torch.bfloat16:
             more = None if adapter is None or low is None else (low.tensor, adapter[1].detach(), adapter[2])
             ends = None if bias is None else bias.detach().float(), None if add is None else add.tensor
-            product = Product(x.packed, weight.detach(), out.tensor, *ends, factor, more)
+            own = None if each is None or low is None else (low.tensor, each, self.slots)
+            product = Product(x.packed, weight.detach(), out.tensor, *ends, factor, more, own)
             self._wide.append((len(self._operations), product))
         self.add(
             ops.linear,
             -(-O // LINEAR_ROWS),
             False,
-            [*arguments, self.vector(bias), *end, *thin],
+            [*arguments, self.vector(bias), *end, *of_adapter, *self.tables(each)],
             [factor, adapter[2] if adapter else 0.0],
             reads=[x.packed, *([add] if add is not None else []), *([low] if low is not None else [])],
             writes=[out],
@@ -307,9 +303,11 @@ class Program:
         W, (O, K), out = self.dense(weight), weight.shape, self.row(len(weight))
         # products of no number, and W as the adapter's second matrix: its input is float32 in order
         arguments = [*W.arguments, 0, O, x.packed.data_ptr(), self.packed_stride(x), out.address, out.stride]
-        thin = [x.address, x.stride, K, W.codes, W.kind, 0]
+        of_adapter = [x.address, x.stride, K, W.codes, W.kind, 0]
         jobs = -(-O // LINEAR_ROWS)
-        self.add(ops.linear, jobs, False, [*arguments, 0, 0, 0, *thin], [1.0, 1.0], reads=[x], writes=[out])
+        self.add(
+            ops.linear, jobs, False, [*arguments, 0, 0, 0, *of_adapter], [1.0, 1.0], reads=[x], writes=[out]
+        )
         return out
 
     def activate(self, gate: Row, up: Row | None, kind: int, alpha: float = 0.0, limit: float = 0.0) -> Row:
@@ -485,8 +483,3 @@ class Program:
             share(0, 1)
         else:
             in_runs(threads, threads, share)
-
-
-def _memory(each: Row | Tensor) -> int:
-    """The same number for all views of one buffer."""
-    return (each.tensor if isinstance(each, Row) else each).untyped_storage().data_ptr()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.core.cpu import cpu_class
+from unfreeze.kernels.decode_step.slots import SlotTable
 
 FROM = {"cpu-amx": 6}
 """Class of CPU -> rows from which a GEMM computes the products of a bf16 matrix. Others: never."""
@@ -30,7 +31,7 @@ class Product:
     """out = add + factor · (W x + bias + scale · B a), rounded to bf16 after W x and B a as in training.
 
     x [S, K] int16, the bits of bf16; W [O, K] bf16; out, add [S, O] and a [S, R] float32.
-    adapter: (a, B, scale).
+    adapter: (a, B, scale). each: (a, the rows' adapters, their slots), in place of one for all.
     """
 
     x: Tensor
@@ -40,6 +41,7 @@ class Product:
     add: Tensor | None = None
     factor: float = 1.0
     adapter: tuple[Tensor, Tensor, float] | None = None
+    each: tuple[Tensor, SlotTable, Tensor] | None = None
 
     def __call__(self, rows: int) -> None:
         y = self.x[:rows].view(torch.bfloat16) @ self.weight.T
@@ -50,6 +52,9 @@ class Product:
         if self.adapter is not None:
             low, B, scale = self.adapter
             out.addmm_(low[:rows], B.float().T, alpha=scale)
+        if self.each is not None:
+            low, table, slots = self.each
+            table.add(out, low, slots[:rows].tolist())
         if self.factor != 1:
             out *= self.factor
         if self.add is not None:
