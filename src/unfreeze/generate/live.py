@@ -29,7 +29,7 @@ from unfreeze.generate.places import Places, Seat
 from unfreeze.generate.request import Adapters, Load, OneModel, Request, Top
 from unfreeze.generate.room import Room
 from unfreeze.generate.sampling import NotFinite
-from unfreeze.generate.steps import Step
+from unfreeze.generate.steps import Replayed, Step
 from unfreeze.generate.stops import StopText
 from unfreeze.models.blocks.extend_pass import CannotExtend
 
@@ -151,7 +151,10 @@ class Live:
         return ended
 
     def fail(self, error: BaseException) -> list[Ended]:
-        """End every request that has begun, with this error. The others get a new cache."""
+        """End every request that has begun, with this error. -> all that have ended.
+
+        The others get a new cache.
+        """
         begun = {id(group): group for group in (*self._of.values(), *self.groups) if group.begun}
         self.places = self._step = None
         for group in begun.values():
@@ -172,7 +175,7 @@ class Live:
                 if self.places.running:
                     self._next_tokens(self.places)
         except Exception as error:  # of no single request: all that have begun end with it
-            self._ended += self.fail(error)
+            return self.fail(error)
         return self._taken()
 
     def _taken(self) -> list[Ended]:
@@ -394,6 +397,8 @@ class Live:
         self.adapters.assign([seat.version for seat in seats])
         if self._step is None:
             self._step = self.engine.steps(self.model, places.cache)
+            if isinstance(self._step, Replayed):
+                self._step.rows_return = True
         logits_SV = self._step(tokens)[:, : self.engine.num_ids]
         for each, token in zip(held, tokens, strict=True):
             each.ids.append(token)
