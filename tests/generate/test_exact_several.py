@@ -8,13 +8,13 @@ import pytest
 import torch
 from exact import EXACT, SEEN, each_maker, family, packed, some
 
+from tests.adapters.drawn import drawn
 from unfreeze.adapters import with_adapters
 from unfreeze.adapters.several import Several
 from unfreeze.generate.engine import batch_of
 from unfreeze.generate.recorded import Recorded
 from unfreeze.generate.steps import launched
 from unfreeze.quant import Int4
-from tests.adapters.drawn import drawn
 
 WIDE = {"moe_intermediate_size": 64, "q_lora_rank": 64, "v_head_dim": 16, "vocab_size": 96}
 CASES = {
