@@ -8,13 +8,13 @@ import pytest
 import torch
 from exact import EXACT, SEEN, each_maker, family, packed, some
 
+from tests.adapters.drawn import drawn
 from unfreeze.adapters import with_adapters
 from unfreeze.adapters.several import Several
 from unfreeze.generate.engine import batch_of
 from unfreeze.generate.recorded import Recorded
 from unfreeze.generate.steps import launched
 from unfreeze.quant import Int4
-from tests.adapters.drawn import drawn
 
 WIDE = {"moe_intermediate_size": 64, "q_lora_rank": 64, "v_head_dim": 16, "vocab_size": 96}
 CASES = {
@@ -73,8 +73,8 @@ def apart(logits, wanted):
 
 
 @pytest.fixture
-def several():
-    """several(model, sets) -> all of them loaded; the model is bare again afterwards."""
+def bare():
+    """bare(model, sets) -> all of them loaded; the model is bare again afterwards."""
     models = []
 
     def loaded(model, sets):
@@ -92,66 +92,66 @@ def several():
                 module.each = None
 
 
-def exact(case, steps, several, monkeypatch=None):
+def exact(case, steps, bare):
     model, sets = model_of(case)
     wanted = alone(model, sets, steps)
     assert min(apart(wanted[:, i], wanted[:, j]) for i, j in ((0, 1), (2, 3))) > SEEN
-    all_ = several(model, sets)
-    versions = [all_.version(name) for name in WHO]
-    assert apart(walked(model, steps, lambda turn: all_.assign(versions)), wanted) <= EXACT
+    several = bare(model, sets)
+    versions = [several.version(name) for name in WHO]
+    assert apart(walked(model, steps, lambda turn: several.assign(versions)), wanted) <= EXACT
     # control arms: one row has its neighbour's adapter, or none, in one step
-    for wrong in (all_.version("one"), all_.version("")):
+    for wrong in (several.version("one"), several.version("")):
         planted = [*versions[:2], wrong, *versions[3:]]
-        logits = walked(model, steps, lambda turn: all_.assign(planted if turn == STEPS else versions))  # noqa: B023
+        logits = walked(model, steps, lambda turn: several.assign(planted if turn == STEPS else versions))  # noqa: B023
         assert apart(logits[:STEPS], wanted[:STEPS]) <= EXACT
         assert apart(logits[STEPS, 2], wanted[STEPS, 2]) > SEEN
 
 
 @pytest.mark.parametrize("steps", [Recorded, launched])
 @pytest.mark.parametrize("case", CASES)
-def test_each_row_is_its_adapter_alone(case, steps, several):
-    exact(case, steps, several)
+def test_each_row_is_its_adapter_alone(case, steps, bare):
+    exact(case, steps, bare)
 
 
 @pytest.mark.nightly
 @each_maker
 @pytest.mark.parametrize("case", OTHERS)
-def test_each_row_is_its_adapter_alone_in_other_families(case, steps, several):
-    exact(case, steps, several)
+def test_each_row_is_its_adapter_alone_in_other_families(case, steps, bare):
+    exact(case, steps, bare)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_random_assignment_and_adapters_that_come_and_go_between_steps(seed, several):
+def test_a_random_assignment_and_adapters_that_come_and_go_between_steps(seed, bare):
     """Rows keep theirs while others are dropped, replaced and loaded with a greater rank: a program sees it."""
     model, sets = model_of("latent attention and INT4 experts")
     draw = torch.Generator().manual_seed(seed)
     who = tuple(WHO[i] for i in torch.randint(len(WHO), (5,), generator=draw))
     wanted = alone(model, sets, Recorded, who)
-    all_ = several(model, {name: sets[name] for name in ("one", "four", "few")})
+    several = bare(model, {name: sets[name] for name in ("one", "four", "few")})
     targets = CASES["latent attention and INT4 experts"][2]
-    all_.put("sixteen", drawn(model, 2, 9, targets))  # replaced before it is used
-    all_.put("sixteen", sets["sixteen"])
-    versions = [all_.version(name) for name in who]
+    several.put("sixteen", drawn(model, 2, 9, targets))  # replaced before it is used
+    several.put("sixteen", sets["sixteen"])
+    versions = [several.version(name) for name in who]
     recordings = []
 
     def between(turn):
         recordings.append(model.assigned.changes)
         if turn == 2:
             for name in set(who) - {""}:
-                all_.put(name, drawn(model, 3, 7, targets))
+                several.put(name, drawn(model, 3, 7, targets))
         elif turn == 3:
-            all_.put("new", drawn(model, 40, 8, targets))
+            several.put("new", drawn(model, 40, 8, targets))
         elif turn == 4:
-            all_.drop("new")
-            all_.drop("few")
-        all_.assign(versions)
+            several.drop("new")
+            several.drop("few")
+        several.assign(versions)
 
     assert apart(walked(model, Recorded, between, who), wanted) <= EXACT
     assert recordings[3] == recordings[0] < recordings[4] == recordings[5]  # only a greater rank records anew
     for version in versions:
-        all_.leave(version)
+        several.leave(version)
     held = {slot for module in model.modules() for table in tables(module) for slot in table.factors}
-    assert held == {all_.version(name).slot for name in all_.names}
+    assert held == {several.version(name).slot for name in several.names}
 
 
 def tables(module):
@@ -159,10 +159,10 @@ def tables(module):
     return () if each is None else each.tables
 
 
-def test_an_adapter_that_was_never_there_is_recorded_without_an_operation(several):
+def test_an_adapter_that_was_never_there_is_recorded_without_an_operation(bare):
     """Base and gate rows: layers without any adapter have the program that they had."""
     model, sets = model_of("dense, head too")
-    several(model, {"few": sets["few"]})
+    bare(model, {"few": sets["few"]})
     assert sum(module.each is not None for module in model.modules() if hasattr(module, "each")) == len(
         sets["few"]
     )

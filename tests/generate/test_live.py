@@ -3,15 +3,13 @@
 import random
 
 import pytest
-import torch
 
-from unfreeze.core.errors import UserError
-from unfreeze.generate import filling, live as live_file, places, room
+from unfreeze.generate import filling, places, room
+from unfreeze.generate import live as live_file
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.live import Live
 from unfreeze.generate.request import Request
-from unfreeze.generate.sampling import NotFinite, Sampling
-from unfreeze.models.blocks.cache import Cache
+from unfreeze.generate.sampling import Sampling
 
 STOP_IDS = frozenset(range(0, 89, 7))
 HOW = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,9 +83,8 @@ class Several:
 
         Raises AdapterError as `load_adapter` does, for an adapter of another base, and for a name in use.
         """
-        if name in self._now or not name:
-            raise AdapterError(f"the name {name!r} is taken", next=f"another name, or replace {name!r}")
-        return self._take_up(name, self._read(name, folder))
+        self._free_name(name)
+        return self._take_up(name, self._read(name, folder), self._free_name)
 
     def replace(self, name: str, folder: str | Path) -> Version:
         """Load a new version: answers that begin from now on have it, those that run keep the old one.
@@ -93,7 +92,7 @@ class Several:
         Raises as `load`, and UserError for an unknown name; the old version then stays.
         """
         self._known(name)
-        return self._take_up(name, self._read(name, folder))
+        return self._take_up(name, self._read(name, folder), self._known)
 
     def put(self, name: str, adapters: Adapters) -> Version:
         """Take up a copy of adapters in memory, such as those that train, under a name, new or not.
@@ -105,8 +104,13 @@ class Several:
                 raise AdapterError(f"adapter {name!r} does not fit this model: {place} {wrong}")
         return self._take_up(name, copy.deepcopy(dict(adapters)))
 
-    def _take_up(self, name: str, adapters: Adapters) -> Version:
+    def _take_up(
+        self, name: str, adapters: Adapters, check: Callable[[str], None] = lambda name: None
+    ) -> Version:
+        if not name:
+            raise AdapterError("an adapter needs a name; the empty one is that of the model as it is")
         with self._lock:
+            check(name)
             taken = {version.slot for version in (*self._now.values(), *self._old)}
             self._number += 1
             new = Version(name, self._number, next(i for i in range(len(taken) + 1) if i not in taken))
@@ -151,6 +155,10 @@ class Several:
         self.model.assigned.assign([v.slot if isinstance(v, Version) else NONE for v in versions])
 
     # --- parts
+
+    def _free_name(self, name: str) -> None:
+        if name in self._now:
+            raise AdapterError(f"there is an adapter {name!r} already", next="choose another name")
 
     def _known(self, name: str) -> None:
         if name not in self._now:

@@ -112,6 +112,13 @@ def route(program: Program, logits: Row, rule: Choice) -> Routed:
     return routed
 
 
+class EachExperts(NamedTuple):
+    """The adapters of the rows, of gate and up and of down; None: no row has one."""
+
+    gate_up: SlotTable | None = None
+    down: SlotTable | None = None
+
+
 class Gated(NamedTuple):
     """An activation of gate and up: kind (rows.py), its numbers, and if rows of gate and up alternate."""
 
@@ -127,23 +134,22 @@ def expert_mlp(
     routed: Routed,
     gate_up: Tensor | Packed,
     down: Tensor | Packed,
-    factors: ExpertFactors | None,
+    factors: ExpertFactors | EachExperts | None,
     *,
     gated: Gated,
-    each: tuple[SlotTable | None, SlotTable | None] = (None, None),
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     scales_input: bool = False,
     add: Row | None = None,
 ) -> Row:
     """add + Σ_k w_k · down_e(act(gate_e x, up_e x)); scales_input: Σ_k down_e(act(gate_e w_k x, …)).
 
-    biases: float32 or narrower, [E, 2I] and [E, D]. each: the adapters of the rows, of gate and up and of
-    down, in place of `factors`.
+    biases: float32 or narrower, [E, 2I] and [E, D]. factors: of all rows, or those of each.
     """
     first, second = program.weight(gate_up), program.weight(down)
     D, I = down.shape[-2:]
     n = routed.token.numel()
-    factors = factors or ExpertFactors()
+    each = factors if isinstance(factors, EachExperts) else EachExperts()
+    factors = factors if isinstance(factors, ExpertFactors) else ExpertFactors()
     sorted_ = [routed.experts, routed.begins, routed.token, routed.weight]
     experts_, begins, token, weight = (tensor.data_ptr() for tensor in sorted_)
     used = routed.used.data_ptr()
@@ -177,7 +183,7 @@ def expert_mlp(
     packed = program.packed(x)
     stride = program.packed_stride(x)
     h = program.scratch(n, I)
-    low, reads = thin(factors.gate_up_A, factors.gate_up_B, x.packed, stride, True, each[0])
+    low, reads = thin(factors.gate_up_A, factors.gate_up_B, x.packed, stride, True, each.gate_up)
     act, alpha, limit, interleaved = gated
     arguments = [*first.arguments, D, I, interleaved, packed, stride, experts_, begins, token]
     arguments += [
@@ -187,7 +193,7 @@ def expert_mlp(
         program.vector(biases[0]),
         *low,
         weight if scales_input else 0,
-        *program.tables(each[0]),
+        *program.tables(each.gate_up),
     ]
     program.add(
         experts.up,
@@ -202,11 +208,11 @@ def expert_mlp(
 
     # y = add + Σ w down h
     y = program.row(D)
-    low, reads = thin(factors.down_A, factors.down_B, h, I * program.size, False, each[1])
+    low, reads = thin(factors.down_A, factors.down_B, h, I * program.size, False, each.down)
     end = [add.address, add.stride] if add is not None else [0, 0]
     arguments = [*second.arguments, I, D, h.data_ptr(), I * program.size, used, experts_, begins, token]
     arguments += [0 if scales_input else weight, y.address, y.stride, *end, program.vector(biases[1]), *low]
-    arguments += program.tables(each[1])
+    arguments += program.tables(each.down)
     program.add(
         experts.down,
         -(-D // DOWN_ROWS),

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unfreeze.core.errors import UserError
+from unfreeze.kernels.decode_step.mixture import EachExperts
 from unfreeze.kernels.decode_step.slots import NONE, SlotTable
 from unfreeze.kernels.expert_mlp import ExpertFactors
 
@@ -172,9 +173,10 @@ class ExpertAdapters:
             y_nD[rows] = compute(x_nD[rows], ids_nK[rows], weights_nK[rows], self.factors(slot))
         return y_nD
 
-    def recorded(self) -> tuple[SlotTable | None, SlotTable | None]:
+    def recorded(self) -> EachExperts:
         """The tables for a program; None if no adapter has been here."""
-        return self.gate_up if self.gate_up.rank else None, self.down if self.down.rank else None
+        gate_up, down = (table if table.rank else None for table in self.tables)
+        return EachExperts(gate_up, down)
 
 
 __all__ = ["Assigned", "ExpertAdapters", "LinearAdapters"]

@@ -198,15 +198,17 @@ class Experts(nn.Module):
             raise CannotRecord(f"a clamped SwiGLU that adds {act.added:g}")
         kind = ACTIVATIONS[act.kind]
         numbers = (act.alpha, act.limit) if isinstance(act, ClampedSwiGLU) else (0.0, 0.0)
+        factors = None if self.adapter is None else self.adapter.factors()
+        if (each := self.each) is not None:
+            factors = each.recorded()
         return record_experts(
             to.program,
             x,
             routed,
             self.gate_up_proj.value(),
             self.down_proj.value(),
-            None if self.adapter is None else self.adapter.factors(),
+            factors,
             gated=Gated(kind, *numbers, act.interleaved),
-            each=(None, None) if (each := self.each) is None else each.recorded(),
             biases=self.biases(),
             scales_input=scales_input,
             add=add,
