@@ -30,13 +30,17 @@ class Wish:
     """
 
     sampling: Sampling
-    uniform: float
+    uniform: float = 0.0
     allowed: Tensor | None = None
     logprobs: bool = True
     top: int = 0
 
+    def __post_init__(self) -> None:
+        how = self.sampling
+        self.alike = (0.0,) if how.temperature == 0 else (how.temperature, how.top_k, how.top_p)
 
-@dataclass
+
+@dataclass(slots=True)
 class Choice:
     """A row's next token: logprob and sampled_logprob as in Piece. fault: why there is none."""
 
@@ -64,15 +68,12 @@ def choose_each(logits_SV: Tensor, wishes: Sequence[Wish]) -> list[Choice]:
                 if choices[i].fault is None and not bool(logits_SV[i].sum().isfinite()):
                     choices[i].fault = NotFinite()
 
-    groups: dict[tuple[object, ...], list[int]] = {}
+    groups: dict[tuple[object, bool], list[int]] = {}
     for i, wish in enumerate(wishes):
-        how = wish.sampling
-        masked = wish.allowed is not None and how.temperature != 0  # their sum is not finite
-        alike = (0.0,) if how.temperature == 0 else (how.temperature, how.top_k, how.top_p, masked)
         if choices[i].fault is None:
-            groups.setdefault(alike, []).append(i)
-    for alike, rows in groups.items():
-        _choose_alike(logits_SV, free_SV, wishes, rows, choices, masked=bool(alike[1:] and alike[-1]))
+            groups.setdefault((wish.alike, wish.allowed is not None), []).append(i)
+    for (_, masked), rows in groups.items():
+        _choose_alike(logits_SV, free_SV, wishes, rows, choices, masked=masked)
     _list_likeliest(logits_SV, wishes, choices)
     return choices
 
@@ -86,15 +87,17 @@ def _choose_alike(
     *,
     masked: bool,
 ) -> None:
-    """Choose for rows that are sampled alike."""
+    """Choose for rows that are sampled alike. masked: their logits are looked at, and some are -inf now."""
     how, whole = wishes[rows[0]].sampling, len(rows) == len(logits_SV)
     own_SV = free_SV if whole else free_SV[rows]
     ids_S, kept_SV, finite_S = chosen(own_SV, how, [wishes[row].uniform for row in rows])
     ids = ids_S.tolist()
     finite = [True] * len(rows) if masked else finite_S.tolist()
     for row, token, good in zip(rows, ids, finite, strict=True):
-        choices[row].token = token
-        choices[row].fault = None if good else NotFinite()
+        if good:
+            choices[row].token = token
+        else:
+            choices[row].fault = NotFinite()
 
     wanting = [place for place, row in enumerate(rows) if wishes[row].logprobs and finite[place]]
     if not wanting:

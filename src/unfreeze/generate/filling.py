@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.generate.choosing import likeliest
-from unfreeze.generate.places import Seat, common
+from unfreeze.generate.places import Seat
 from unfreeze.generate.request import PromptScores
 from unfreeze.generate.sampling import logprobs_of
 from unfreeze.models import Decoder
@@ -85,11 +85,12 @@ class Plan:
 
     def shares_more(self, seat: Seat, reused: int) -> bool:
         """True if a prompt of this pass begins like the seat's for much more than `reused` tokens."""
-        prompt = seat.request.prompt
+        most = reused + WORTH_WAITING
+        begin = seat.request.prompt[:most]
         return self.extends and any(
-            part.seat.version == seat.version
-            and common(part.seat.request.prompt, prompt) >= reused + WORTH_WAITING
+            part.seat.request.prompt[:most] == begin and part.seat.version == seat.version
             for part in self.parts
+            if len(begin) == most
         )
 
 

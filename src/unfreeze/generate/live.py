@@ -13,7 +13,7 @@ S rows that get a token, V vocabulary.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -29,7 +29,7 @@ from unfreeze.generate.places import Places, Seat
 from unfreeze.generate.request import Adapters, Load, OneModel, Request, Top
 from unfreeze.generate.room import Room
 from unfreeze.generate.sampling import NotFinite
-from unfreeze.generate.steps import Step
+from unfreeze.generate.steps import Replayed, Step
 from unfreeze.generate.stops import StopText
 from unfreeze.models.blocks.extend_pass import CannotExtend
 
@@ -96,7 +96,7 @@ class Live:
         self._waits_for_prefix = False
         self._of: dict[Seat, Group] = {}
         self._ended: list[Ended] = []
-        self._load = Load()
+        self._counts: Counter[str] = Counter()
 
     # --- requests
 
@@ -127,8 +127,8 @@ class Live:
         held = [] if self.places is None else [each for each in self.places.held if each is not None]
         running = sum(each.running for each in held)
         cache = None if self.places is None else self.places.cache
-        return replace(
-            self._load,
+        return Load(
+            **self._counts,
             running=running,
             filling=sum(not each.free for each in held) - running,
             waiting=self.waiting,
@@ -151,7 +151,10 @@ class Live:
         return ended
 
     def fail(self, error: BaseException) -> list[Ended]:
-        """End every request that has begun, with this error. The others get a new cache."""
+        """End every request that has begun, with this error. -> all that have ended.
+
+        The others get a new cache.
+        """
         begun = {id(group): group for group in (*self._of.values(), *self.groups) if group.begun}
         self.places = self._step = None
         for group in begun.values():
@@ -172,7 +175,7 @@ class Live:
                 if self.places.running:
                     self._next_tokens(self.places)
         except Exception as error:  # of no single request: all that have begun end with it
-            self._ended += self.fail(error)
+            return self.fail(error)
         return self._taken()
 
     def _taken(self) -> list[Ended]:
@@ -207,8 +210,8 @@ class Live:
             self.places.leave(seat, spoiled=spoiled)
 
     def _count(self, **more: int) -> None:
-        counts = {name: getattr(self._load, name) + value for name, value in more.items()}
-        self._load = replace(self._load, **counts)
+        for name, value in more.items():
+            self._counts[name] += value
 
     # --- joining
 
@@ -287,7 +290,8 @@ class Live:
         decoder = self.engine.stream_decoder(request.prompt[-1])
         stops = StopText(request.sampling.stop)
         row = Row(number, 0, limit, full, group.keys[number], self.engine.stop_ids, decoder, stops)
-        return Seat(request, number, row, version)
+        wish = Wish(request.sampling, logprobs=request.logprobs, top=request.top)
+        return Seat(request, number, row, wish, request.allows()[number], version)
 
     def _make_room(self, seat: Seat) -> Places | None:
         """Return the places, with a free one; None if there is no memory for it now."""
@@ -326,7 +330,7 @@ class Live:
         if places is not None and seat in self._of:
             held = places.held[places.of(seat)]
             assert held is not None
-            held.ids = []
+            held.ids, seat.request.prompt_scores = [], None
 
     def _read_all(self, parts: list[Part]) -> list[tuple[Seat, Tensor]]:
         """-> seats whose prompts are there, and the logits after them."""
@@ -393,19 +397,22 @@ class Live:
         self.adapters.assign([seat.version for seat in seats])
         if self._step is None:
             self._step = self.engine.steps(self.model, places.cache)
+            if isinstance(self._step, Replayed):
+                self._step.rows_return = True
         logits_SV = self._step(tokens)[:, : self.engine.num_ids]
         for each, token in zip(held, tokens, strict=True):
             each.ids.append(token)
         self._count(steps=1)
-        self._load = replace(self._load, most_running=max(self._load.most_running, len(seats)))
+        self._counts["most_running"] = max(self._counts["most_running"], len(seats))
         self._chosen(seats, logits_SV)
 
     # --- tokens
 
     def _chosen(self, seats: Sequence[Seat], logits_SV: Tensor) -> None:
         """Choose a token for each seat, whose logits these are."""
-        wishes = [self._wish(seat) for seat in seats]
-        for seat, choice in zip(seats, choose_each(logits_SV, wishes), strict=True):
+        for seat in seats:
+            self._prepare(seat)
+        for seat, choice in zip(seats, choose_each(logits_SV, [seat.wish for seat in seats]), strict=True):
             if seat not in self._of:
                 continue  # another answer to its request failed
             if seat.row.limit == 0:
@@ -415,17 +422,17 @@ class Live:
             else:
                 self._push(seat, choice)
 
-    def _wish(self, seat: Seat) -> Wish:
-        request, row = seat.request, seat.row
-        uniform = 0.0 if request.sampling.temperature == 0 else row.uniform()
-        wish = Wish(request.sampling, uniform, None, request.logprobs, request.top)
-        allow = request.allows()[seat.number]
-        if allow is not None and row.limit:
+    def _prepare(self, seat: Seat) -> None:
+        """Set what a seat's next choice depends on."""
+        row, wish = seat.row, seat.wish
+        if wish.sampling.temperature != 0:
+            wish.uniform = row.uniform()
+        if seat.allow is not None and row.limit:
             try:
-                wish.allowed = allow(list(row.tokens))
+                wish.allowed = seat.allow(list(row.tokens))
             except Exception as error:
+                wish.allowed = None
                 self._fault(seat, error)
-        return wish
 
     def _push(self, seat: Seat, choice: Choice) -> None:
         """Give a token to an answer, and to who listens."""
@@ -438,7 +445,7 @@ class Live:
             group.tops[seat.number].append(choice.top)
             piece = replace(piece, top=choice.top)
         group.pieces[seat.number].append(piece)
-        self._count(new_tokens=1)
+        self._counts["new_tokens"] += 1
         try:
             seat.request.heard(piece)
         except Exception as error:

@@ -10,7 +10,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from unfreeze.generate.answer import Row
-from unfreeze.generate.request import Request
+from unfreeze.generate.choosing import Wish
+from unfreeze.generate.request import Allow, Request
 from unfreeze.models.blocks.cache import Cache
 
 SHORTEST = 16  # equal positions that are worth a copy: fewer are computed with the rest of the prompt
@@ -21,11 +22,14 @@ class Seat:
     """One answer of a request: its Row once it has joined.
 
     number    of the answer in its request
+    wish      how its next token is chosen; allow: what masks it
     """
 
     request: Request
     number: int
     row: Row
+    wish: Wish
+    allow: Allow | None = None
     version: Hashable = ""
 
     @property

@@ -330,7 +330,7 @@ def checked_tools(tools: list[Any] | None) -> list[Tool] | None:
             function = each.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise DataError(f"tools[{i}].function has no name")
-            if not isinstance(function.get("parameters") or {}, dict):
+            if not isinstance(function.get("parameters"), dict | None):
                 raise DataError(f"tools[{i}].function.parameters is not an object")
         return checked
     except DataError as error:

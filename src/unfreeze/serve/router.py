@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from unfreeze.core.errors import nearest
+from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.generate.answer import Completion, Piece
 from unfreeze.generate.request import Top
 from unfreeze.serve import written
@@ -159,7 +159,12 @@ class Router:
         if isinstance(talk, Session):
             return None
         grammar = chat_grammar(chat, talk.shape, turn.thought, self._grammars)
-        return None if grammar is None else await asyncio.to_thread(self._grammars.compiled, *grammar)
+        if grammar is None:
+            return None
+        try:
+            return await asyncio.to_thread(self._grammars.compiled, *grammar)
+        except ConfigError as error:  # a library is absent
+            raise Refused(400, f"{grammar[1]}: {error.message}; {error.next}", param=grammar[1]) from None
 
     async def _spoken(self, talk: Talk, turn: Turn, chat: Chat, work: Work, model: str) -> AsyncIterator[str]:
         """Yield the events of a stream: text as it becomes certain, calls at the end."""

@@ -179,29 +179,38 @@ def chat_grammar(chat: Chat, shape: Shape, thought: str, grammars: Grammars) -> 
 
 
 def _call_rules(chat: Chat, shape: Shape, grammars: Grammars) -> Iterator[str]:
-    """Yield the rules of calls: each of a tool that may be called, with arguments that fit its parameters."""
-    names: list[str] = []
+    """Yield the rules of calls: each of a tool that may be called, with arguments that fit its parameters.
+
+    Kimi's calls are numbered through the conversation, and the number is a part of a call's id.
+    """
+    first = sum(len(each.get("tool_calls") or ()) for each in chat.messages)
+    places = range(1 if chat.one_call else MAX_CALLS)
+    names: list[list[str]] = [[] for _ in places]
     for i, tool in enumerate(chat.tools or ()):
         function = tool["function"]
         if chat.choice not in ("auto", "required", function["name"]):
             continue
         parameters = function.get("parameters") or {"type": "object"}
         yield f"arguments{i}: {json_grammar(parameters, 'tools')}"
-        name = json.dumps(function["name"])
-        if shape.calls == HERMES_MARKS:
-            begin = json.dumps(f'\n{{"name": {name}, "arguments": ')
-            close = f"{json.dumps('}' + chr(10))} {grammars.literal('</tool_call>')}"
-            yield f"call{i}: {grammars.literal('<tool_call>')} {begin} arguments{i} {close}"
-        else:
-            begin, middle, end = map(grammars.literal, KIMI_CALL)
-            label = json.dumps(f"functions.{function['name']}:")
-            yield f"call{i}: {begin} {label} NUMBER {middle} arguments{i} {end}"
-        names.append(f"call{i}")
-    if shape.calls != HERMES_MARKS:
-        yield "NUMBER: /[0-9]{1,3}/"
-    yield f"call: {' | '.join(names)}"
+        for place in places:
+            begin, middle, end = _around(function["name"], first + place, shape, grammars)
+            yield f"call{i}_{place}: {begin} {middle} arguments{i} {end}"
+            names[place].append(f"call{i}_{place}")
     between = '"\\n" ' if shape.calls == HERMES_MARKS else ""
-    yield "calls: call" if chat.one_call else f"calls: call ({between}call){{0,{MAX_CALLS - 1}}}"
+    for place in reversed(places):
+        more = "" if place == places[-1] else f" ({between}calls{place + 1})?"
+        yield f"calls{place}: ({' | '.join(names[place])}){more}"
+    yield "calls: calls0"
+
+
+def _around(name: str, number: int, shape: Shape, grammars: Grammars) -> tuple[str, str, str]:
+    """Return the grammar of what a call has before and behind its arguments."""
+    if shape.calls == HERMES_MARKS:
+        head = json.dumps(f'\n{{"name": {json.dumps(name)}, "arguments": ')
+        close = json.dumps("}\n")
+        return grammars.literal("<tool_call>"), head, f"{close} {grammars.literal('</tool_call>')}"
+    begin, middle, end = map(grammars.literal, KIMI_CALL)
+    return begin, f"{json.dumps(f'functions.{name}:{number}')} {middle}", end
 
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:
