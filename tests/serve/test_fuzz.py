@@ -147,7 +147,9 @@ def spoken(endpoint, parts, end):
                 if end == "wait" and STATUS.search(came):
                     return came  # the connection may stay open for the next request
             return came
-        except (ConnectionResetError, BrokenPipeError):
+        except TimeoutError:
+            raise
+        except OSError:  # it was cut off
             return b""
 
 
