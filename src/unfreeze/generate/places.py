@@ -92,9 +92,7 @@ class Places:
 
     # --- prefixes
 
-    def longest_prefix(
-        self, prompt: list[int], version: Hashable, routed: bool
-    ) -> tuple[Held | None, int]:
+    def longest_prefix(self, prompt: list[int], version: Hashable, routed: bool) -> tuple[Held | None, int]:
         """-> the row that holds most of a prompt's first tokens, and how many: all but the last at most."""
         best, most, head = None, SHORTEST - 1, prompt[:-1]
         for held in self.held:
@@ -219,9 +217,7 @@ class Places:
             p for p in range(self.running, self.cache.rows) if (h := self.held[p]) is not None and h.ids
         ]
         filling = [
-            p
-            for p in range(self.running, self.cache.rows)
-            if (h := self.held[p]) is not None and not h.free
+            p for p in range(self.running, self.cache.rows) if (h := self.held[p]) is not None and not h.free
         ]
         kept = sorted((p for p in behind if p not in filling), key=self._age, reverse=True)
         order = [*running, *filling, *kept][:rows]

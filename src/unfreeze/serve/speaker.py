@@ -89,8 +89,9 @@ class Speaker:
     def load(self) -> Load:
         """Return what the engine does now, and what it has done so far."""
         with self._changed:
-            load = self._live.load()
-            return replace(load, waiting=load.waiting + len(self._new), refused=load.refused + self._refused)
+            load = self._live.load
+            waiting = self._live.waiting + len(self._new)
+            return replace(load, waiting=waiting, refused=load.refused + self._refused)
 
     def drain(self, seconds: float | None = None) -> bool:
         """Wait until nothing runs and nothing waits, and release the cache: then the weights may change.
