@@ -7,7 +7,8 @@ import torch
 from exact import family
 
 from unfreeze.core.errors import UserError
-from unfreeze.generate import filling, live as live_file, places, room
+from unfreeze.generate import filling, places, room
+from unfreeze.generate import live as live_file
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.live import Live
 from unfreeze.generate.request import Request

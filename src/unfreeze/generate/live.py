@@ -226,9 +226,10 @@ class Live:
         held = [] if self.places is None else [each for each in self.places.held if each is not None]
         plan = Plan(BESIDE if any(each.running for each in held) else ALONE, self.extends)
         for each in sorted(held, key=lambda each: each.used):
-            if each.seat is not None and not each.running:
-                if (part := plan.part(each.seat, len(each.ids))) is not None:
-                    plan.parts.append(part)
+            if each.seat is None or each.running:
+                continue
+            if (part := plan.part(each.seat, len(each.ids))) is not None:
+                plan.parts.append(part)
         passed = 0
         for group in list(self.groups):
             if self.holds_new and not group.begun:
@@ -246,7 +247,7 @@ class Live:
         return plan.parts
 
     def _seated(self, group: Group, plan: Plan) -> bool:
-        """Give the next answer of a request a seat, if there is a row and the pass has room for its prompt."""
+        """Give the next answer of a request a seat, if a row is free and the pass has room for its prompt."""
         version = group.version if group.begun else self.adapters.version(group.request.adapter)
         seat = self._sit(group, self._seat(group, version), plan)
         if seat is None:

@@ -192,7 +192,7 @@ class Places:
             self.held[place] = None
 
     def close_ranks(self) -> None:
-        """Let running rows fill the places of those that have ended, which are kept behind them if they fit."""
+        """Let running rows fill the places of those that have ended, which are kept behind if they fit."""
         for place in reversed(range(self.running)):
             held = self.held[place]
             if held is not None and not held.free:
