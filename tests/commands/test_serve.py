@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import httpx
@@ -16,11 +17,16 @@ import openai
 import pytest
 
 import unfreeze
+from tests.serve.fakes import FakeSpeaker, until
 from unfreeze import cli
-from unfreeze.commands import serve
+from unfreeze.commands import serve, serve_models
 from unfreeze.commands.serve import Config, Signals, keys_of, other_port, rules_of, usage
-from unfreeze.commands.serve_models import named, same_base
+from unfreeze.commands.serve_models import Served, named, same_base
 from unfreeze.core.errors import ConfigError
+from unfreeze.data.tokens.tokenizer import load_tokenizer
+from unfreeze.serve import running
+from unfreeze.serve.router import Router
+from unfreeze.serve.session import Speech
 
 KEY = "a-key-of-24-characters--"
 
@@ -150,6 +156,51 @@ def test_a_first_signal_stops_and_a_second_ctrl_c_hurries():
             time.sleep(1)
 
 
+def test_the_command_from_loading_to_its_end(monkeypatch, capsys):
+    """With an engine that is quick: requests that run when SIGTERM comes are answered, later ones get 503."""
+    tokenizer = load_tokenizer(unfreeze.TINY_K2)
+    speaker = FakeSpeaker(lambda work: [65] * 20, lambda id: "A", rows=4, pace=0.02)
+    health, statuses = [], Counter()
+
+    def opened(config, service, common):
+        url = f"http://127.0.0.1:{endpoints[0].port}"
+        health.append(httpx.get(f"{url}/health").json()["status"])
+        threading.Thread(target=load, args=(url,)).start()
+        return Served(Router(speaker, tokenizer, "fake", Speech(tokenizer, 4096)), None)
+
+    def ask(url):
+        body = {"messages": [{"role": "user", "content": "Hi"}], "model": "fake"}
+        while not statuses[503] and not statuses["gone"]:
+            try:
+                statuses[httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30).status_code] += 1
+            except httpx.TransportError:  # nobody listens any more
+                statuses["gone"] += 1
+
+    def load(url):
+        assert until(lambda: httpx.get(f"{url}/health").json()["status"] == "ready")
+        threads = [threading.Thread(target=ask, args=(url,)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        until(lambda: statuses[200] >= 6)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    endpoints, listen = [], running.Endpoint.__init__
+
+    def kept(self, **options):
+        listen(self, **options)
+        endpoints.append(self)
+
+    monkeypatch.setattr(running.Endpoint, "__init__", kept)
+    monkeypatch.setattr(serve_models, "opened", opened)
+    assert cli.main(["serve", "anything", "--port", "0", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out.splitlines()[-1])
+    assert health == ["loading"] and result["models"] == ["fake"]
+    assert "ended; every request was answered" in err and f"curl {result['url']}/chat/completions" in err
+    assert until(lambda: statuses[200] == result["requests"]["answered"]) and statuses[200] >= 6
+    assert set(statuses) <= {200, 503, "gone"}
+
+
 def started(*arguments, **options):
     """A server of its own process, and its base_url once it is ready."""
     command = [sys.executable, "-m", "unfreeze", "serve", *map(str, arguments), "--port", "0", "--json"]
@@ -164,6 +215,7 @@ def started(*arguments, **options):
     raise AssertionError("".join(lines))
 
 
+@pytest.mark.nightly
 def test_a_run_is_served_to_openais_client_until_sigterm(run_dir):
     """The run's base and its adapter are models; under load SIGTERM ends every request with 0."""
     server, url, _ = started(run_dir, "--dtype", "float32", "--max-rows", 4, "--drain", 20)

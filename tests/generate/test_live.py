@@ -4,6 +4,9 @@ import random
 
 import pytest
 
+import torch
+from exact import family
+from unfreeze.core.errors import UserError
 from unfreeze.generate import filling, places, room
 from unfreeze.generate import live as live_file
 from unfreeze.generate.engine import Engine
@@ -26,7 +29,9 @@ def requests(count, seed=0, alike=0.7):
     dice, kept = random.Random(seed), [[]]
     for number in range(count):
         begin = dice.choice(kept) if dice.random() < alike else []
-        prompt = begin[: dice.randint(0, len(begin))] + [dice.randrange(1, 89) for _ in range(dice.randint(1, 30))]
+        prompt = begin[: dice.randint(0, len(begin))] + [
+            dice.randrange(1, 89) for _ in range(dice.randint(1, 30))
+        ]
         if dice.random() < 0.2 and len(kept) > 1:
             prompt = dice.choice(kept[1:])
         kept.append(prompt[:60])
@@ -95,10 +100,20 @@ def test_an_answer_is_that_of_the_engine_alone(build, small, kind, rows):
     engine = Engine(build(kind, initializer_range=0.2), stop_ids=STOP_IDS)
     difference, live = farthest(engine, list(requests(30)), max_rows=rows)
     assert difference <= 1e-5
-    load = live.load()
+    load = live.load
     assert load.answered == 30 and load.running == load.filling == load.waiting == 0
     if kind != "longrope":
         assert load.reused > load.prompt_tokens / 4
+
+
+@pytest.mark.parametrize("name", ["lfm2-moe", "deepseek-v32", "deepseek-v4", "gemma3-linear-softcap"])
+def test_models_that_read_a_prompt_from_its_beginning_only(small, name):
+    """States, chosen keys, entries of several tokens; and one that can begin behind cached positions."""
+    _, model = family(name)
+    every = [request for request in requests(12) if max(request.prompt) < model.shape.vocab_size]
+    difference, live = farthest(Engine(model), every, max_rows=4)
+    assert difference <= 1e-5 and live.load.most_running == 4
+    assert live.extends == (name == "gemma3-linear-softcap")
 
 
 def copies_one_too_many(patch):
@@ -133,7 +148,9 @@ def _keyed(row):
 def forgets_rows_that_grow(patch):
     resize = Cache.resize
     patch.setattr(
-        Cache, "resize", lambda self, rows, many, order, lengths: resize(self, rows, many, order[::-1], lengths)
+        Cache,
+        "resize",
+        lambda self, rows, many, order, lengths: resize(self, rows, many, order[::-1], lengths),
     )
 
 
@@ -175,7 +192,7 @@ def test_nothing_is_shared_if_it_is_not_wanted(build, small):
         assert ended[request].answers == alone(engine, request)
         for ours, theirs in zip(ended[request].answers, alone(engine, request), strict=True):
             assert ours.logprobs == theirs.logprobs
-    assert live.load().reused == sum(2 * len(r.prompt) for r in requests(8) if r.sampling.n == 3)
+    assert live.load.reused == sum(2 * len(r.prompt) for r in requests(8) if r.sampling.n == 3)
 
 
 class Versions:
@@ -207,7 +224,7 @@ def test_an_answer_keeps_the_version_with_which_it_joined_and_shares_within_it(b
 
     ask("a"), ask("a"), ask("b")
     live.turn()
-    assert live.load().reused == 30  # the second "a" copies the first's; "b" does not
+    assert live.load.reused == 30  # the second "a" copies the first's; "b" does not
     adapters.present["a"] = 2
     ask("a"), ask("none")
     ended = []
@@ -215,7 +232,7 @@ def test_an_answer_keeps_the_version_with_which_it_joined_and_shares_within_it(b
         ended += live.turn()
     assert [str(each.error) for each in ended if each.error] == ["no none"]
     assert not adapters.held and len(ended) == 5
-    assert live.load().reused == 30  # the new version has copied nothing
+    assert live.load.reused == 30  # the new version has copied nothing
     versions = [version for each in adapters.passes for version in each]
     assert versions.count(("a", 1)) == 1 + 2 * 5 and versions.count(("a", 2)) >= 1 + 5
     assert adapters.passes[0] == [("a", 1), ("b", 1)]
@@ -361,7 +378,7 @@ def test_weights_may_change_after_release_only(build):
         parameter.add_(0.02 * torch.randn_like(parameter))
     kept = run(live, [request := Request(prompt, how, 8)])[request].answers
     live.release()
-    assert live.load().cache == 0
+    assert live.load.cache == 0
     fresh = run(live, [request := Request(prompt, how, 8)])[request].answers
     assert apart(fresh, alone(engine, request)) <= 1e-5
     assert apart(fresh, before) > 1e-3 and apart(fresh, kept) > 1e-3

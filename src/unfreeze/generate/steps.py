@@ -84,7 +84,11 @@ class Replayed:
     If the launches cannot be recorded (for example because an expert layer reads values on the host, or
     because memory runs out), all steps of this generation are launched, within the same widths, and the log
     has the reason. `impl`: of kernels/cuda_graph; "reference" launches every step.
+
+    rows_return   numbers of rows come back, as rows join and leave: the last RECORDINGS are kept
     """
+
+    rows_return = False
 
     def __init__(self, model: Decoder, cache: Cache, impl: str = "auto"):
         self.model, self.cache, self.impl = model, cache, impl

@@ -92,6 +92,7 @@ class ByAgents:
         self.speaker = Speaker(engine, max_rows=settings.at_once, shares_prefixes=False)
         self.router = Router(self.speaker, tokenizer, MODEL)
         self.endpoint.serve(self.router)
+        self._sampling(False)
         return self
 
     def to_the_end(self) -> ByAgents:
@@ -136,13 +137,20 @@ class ByAgents:
             self.router.sessions[name] = sessions[index]
             return self.endpoint.session_url(name)
 
+        self._sampling(True)
         try:
             graded = self.agents.run([each.row for each, _ in every], open, self._stop)
         finally:  # Ctrl-C too: nobody asks the model any more, and its weights may change
             spent = [session.end() for _, session in sorted(sessions.items())]
             self.speaker.drain()
+            self._sampling(False)
         answers = [answer_of(*both) for both in zip(spent, graded, strict=True)]
         return [answers[first : first + n] for first in range(0, len(answers), n)]
+
+    def _sampling(self, now: bool) -> None:
+        """Show in /metrics who waits: outside of sampling, sessions wait for the optimizer."""
+        if self.endpoint.service is not None:
+            self.endpoint.service.metrics.updating = not now
 
     def grade(self, answered: Sequence[tuple[Conversation, Sampled]]) -> list[Graded]:
         """Return the rewards that the agents returned."""
