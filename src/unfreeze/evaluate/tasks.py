@@ -30,7 +30,9 @@ class Settings:
     max_new_tokens  of a greedy answer
     batch           answers at once; None: as many as memory allows
     seed            of items that are drawn (needle, recall)
-    lengths         tokens of a needle's text; (): chosen by the model's positions
+    lengths         tokens of the texts of needle and recall; (): chosen by the model's positions
+    columns         FIELD=COLUMN of rows, as for sft
+    window          tokens of a window of ppl
     """
 
     limit: int | None = None
@@ -38,6 +40,8 @@ class Settings:
     batch: int | None = None
     seed: int = 0
     lengths: tuple[int, ...] = ()
+    columns: tuple[str, ...] = ()
+    window: int = 2048
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Scores:
     unit: str = "share"
     higher_is_better: bool = True
     exponent: bool = False
+    basis: str = ""
     failed: Mapping[str, int] = field(default_factory=dict[str, int])
     grid: Mapping[str, Mapping[str, Sequence[int]]] = field(
         default_factory=dict[str, Mapping[str, Sequence[int]]]
