@@ -278,8 +278,8 @@ def show(record: dict[str, Any], common: Common) -> None:
         if not each.rows:
             continue
         table = Rich(title=each.title, title_justify="left", box=None, pad_edge=False, header_style="dim")
-        for head in each.head:
-            table.add_column(Text(head), overflow="fold")
+        for place, head in enumerate(each.head):
+            table.add_column(Text(head), overflow="fold", no_wrap=place > 0 and "why" not in each.head)
         for row in each.rows:
             table.add_row(*(Text(cell) for cell in row))
         console.print(table)

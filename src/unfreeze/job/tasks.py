@@ -59,9 +59,9 @@ def is_own(name: str) -> bool:
         return True
     if name in GRIDS:
         return True
-    if colon or name in METRICS:
-        near = nearest(kind, ("rows", "ppl"))
-        raise ConfigError(f"tasks: there is no task {name!r}{near}", next=f"--tasks {', '.join(FORMS)}")
+    near = nearest(kind, ("rows", "ppl")) if colon else nearest(name, GRIDS)
+    if colon or name in METRICS or (near and not name.endswith((".yaml", ".yml"))):
+        raise ConfigError(f"tasks: there is no task {name!r}{near}", next=f"--tasks {','.join(FORMS)}")
     return False
 
 

@@ -70,7 +70,7 @@ def scored(record: Record) -> list[Record]:
 def change_table(record: Record, *, intervals: bool = True) -> Table | None:
     """Return one row for each measure and pair of models; None if no models are compared.
 
-    intervals: also of the two scores, not of their difference alone
+    intervals: also of the two scores, not of their difference alone; and which way is better
     """
     rows: list[tuple[str, ...]] = []
     pairs = {(each["before"], each["after"]) for task in scored(record) for each in task["changes"]}
@@ -82,9 +82,9 @@ def change_table(record: Record, *, intervals: bool = True) -> Table | None:
             show = with_interval if intervals else lambda one: number(one.get("value"))
             ends = [show(by_model[each[side]]) for side in ("before", "after")]
             which = [f"{each['before']} → {each['after']}"] if len(pairs) > 1 else []
-            arrow = "" if task["higher_is_better"] else ", lower is better"
+            lower = ", lower is better" if intervals and not task["higher_is_better"] else ""
             cells = (f"{each['items']:,}", *ends, with_interval(each, "+"), each["verdict"])
-            rows.append((f"{title_of(task)}{arrow}", *which, *cells))
+            rows.append((f"{title_of(task)}{lower}", *which, *cells))
     which = ["models"] if len(pairs) > 1 else []
     return Table(
         "Before and after", ("task", *which, "items", "before", "after", "difference (95 %)", "verdict"), rows
@@ -98,8 +98,8 @@ def score_table(record: Record) -> Table:
     for task in scored(record):
         by_model = {each["model"]: each for each in task["scores"]}
         cells = [with_interval(by_model.get(model, {})) for model in models]
-        arrow = "" if task["higher_is_better"] else ", lower is better"
-        rows.append((f"{title_of(task)}{arrow}", f"{task['items']:,}", *cells))
+        lower = "" if task["higher_is_better"] else ", lower is better"
+        rows.append((f"{title_of(task)}{lower}", f"{task['items']:,}", *cells))
     return Table("Scores with 95 % intervals", ("task", "items", *models), rows)
 
 
@@ -144,9 +144,25 @@ def cautions(record: Record) -> list[str]:
     judged = [each for task in scored(record) for each in task["changes"] if each.get("value") is not None]
     if len(judged) >= MANY:
         notes.append(
-            f"Of {len(judged)} intervals of differences, about {round(0.05 * len(judged))} miss 0 by chance alone."
+            f"Of {len(judged)} such intervals, about {round(0.05 * len(judged))} would not hold 0 by chance."
         )
     return list(dict.fromkeys([*record.get("notes", []), *notes]))
+
+
+def score_lines(record: Record) -> list[str]:
+    """Return a line for each difference (without one, for each score) of a record; [] for an empty one."""
+    if not record:
+        return []
+    models = [model["name"] for model in record["models"]]
+    lines: list[str] = []
+    for task in scored(record):
+        by_model = {each["model"]: each for each in task["scores"]}
+        for each in task["changes"]:
+            ends = " → ".join(number(by_model[each[side]].get("value")) for side in ("before", "after"))
+            lines.append(f"{title_of(task)}: {ends}, {each['verdict']}")
+        if not task["changes"] and models[-1] in by_model:
+            lines.append(f"{title_of(task)}: {with_interval(by_model[models[-1]])}")
+    return [*lines, *(f"{name}: {why}" for name, why in failures(record))]
 
 
 def scores_section(record: Record, title: str = "Before and after") -> Markup:
