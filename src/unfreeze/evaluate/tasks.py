@@ -33,6 +33,7 @@ class Settings:
     lengths         tokens of the texts of needle and recall; (): chosen by the model's positions
     columns         FIELD=COLUMN of rows, as for sft
     window          tokens of a window of ppl
+    chat            tasks of lm-eval are asked as a user's message, by the model's chat template
     """
 
     limit: int | None = None
@@ -42,6 +43,7 @@ class Settings:
     lengths: tuple[int, ...] = ()
     columns: tuple[str, ...] = ()
     window: int = 2048
+    chat: bool = False
 
 
 @dataclass(frozen=True)

@@ -67,11 +67,8 @@ def scored(record: Record) -> list[Record]:
     return [task for task in record["tasks"] if "error" not in task]
 
 
-def change_table(record: Record, *, intervals: bool = True) -> Table | None:
-    """Return one row for each measure and pair of models; None if no models are compared.
-
-    intervals: also of the two scores, not of their difference alone; and which way is better
-    """
+def change_table(record: Record) -> Table | None:
+    """Return one row for each measure and pair of models; None if no models are compared."""
     rows: list[tuple[str, ...]] = []
     pairs = {(each["before"], each["after"]) for task in scored(record) for each in task["changes"]}
     if not pairs:
@@ -79,10 +76,9 @@ def change_table(record: Record, *, intervals: bool = True) -> Table | None:
     for task in scored(record):
         by_model = {each["model"]: each for each in task["scores"]}
         for each in task["changes"]:
-            show = with_interval if intervals else lambda one: number(one.get("value"))
-            ends = [show(by_model[each[side]]) for side in ("before", "after")]
+            ends = [with_interval(by_model[each[side]]) for side in ("before", "after")]
             which = [f"{each['before']} → {each['after']}"] if len(pairs) > 1 else []
-            lower = ", lower is better" if intervals and not task["higher_is_better"] else ""
+            lower = "" if task["higher_is_better"] else ", lower is better"
             cells = (f"{each['items']:,}", *ends, with_interval(each, "+"), each["verdict"])
             rows.append((f"{title_of(task)}{lower}", *which, *cells))
     which = ["models"] if len(pairs) > 1 else []
@@ -149,20 +145,26 @@ def cautions(record: Record) -> list[str]:
     return list(dict.fromkeys([*record.get("notes", []), *notes]))
 
 
-def score_lines(record: Record) -> list[str]:
-    """Return a line for each difference (without one, for each score) of a record; [] for an empty one."""
-    if not record:
-        return []
-    models = [model["name"] for model in record["models"]]
-    lines: list[str] = []
+def in_lines(record: Record) -> list[tuple[str, list[str]]]:
+    """Return (measure, a line for each pair of models; without pairs, for each model), for a terminal."""
+    groups: list[tuple[str, list[str]]] = []
     for task in scored(record):
         by_model = {each["model"]: each for each in task["scores"]}
-        for each in task["changes"]:
-            ends = " → ".join(number(by_model[each[side]].get("value")) for side in ("before", "after"))
-            lines.append(f"{title_of(task)}: {ends}, {each['verdict']}")
-        if not task["changes"] and models[-1] in by_model:
-            lines.append(f"{title_of(task)}: {with_interval(by_model[models[-1]])}")
-    return [*lines, *(f"{name}: {why}" for name, why in failures(record))]
+        lines = [
+            f"{each['before']} {number(by_model[each['before']].get('value'))} →"
+            f" {each['after']} {number(by_model[each['after']].get('value'))},"
+            f" {with_interval(each, '+')}: {each['verdict']}"
+            for each in task["changes"]
+        ]
+        lines = lines or [f"{model} {with_interval(one)}" for model, one in by_model.items()]
+        lower = "" if task["higher_is_better"] else ", lower is better"
+        groups.append((f"{title_of(task)}, {task['items']:,} items{lower}", lines))
+    return [*groups, *((name, [f"no score: {why}"]) for name, why in failures(record))]
+
+
+def score_lines(record: Record) -> list[str]:
+    """Return a line for each measure and pair of models of a run's record; [] for an empty one."""
+    return [f"{name}: {line}" for name, lines in in_lines(record) for line in lines] if record else []
 
 
 def scores_section(record: Record, title: str = "Before and after") -> Markup:
