@@ -29,7 +29,7 @@ from unfreeze.core.field import about
 from unfreeze.core.files import write_file
 from unfreeze.job.opening.device import pick_device, say
 from unfreeze.report import scores as tables
-from unfreeze.report.scores import PAGE, RECORD, Table, read_scores, write_scores
+from unfreeze.report.scores import PAGE, RECORD, read_scores, write_scores
 
 if TYPE_CHECKING:
     from unfreeze.commands.eval_models import Scored, Subjects
@@ -64,6 +64,9 @@ class Config(Frozen):
         default=(), description="tokens of the texts of needle and recall; default 256, 512 … 4096"
     )
     window: int = Field(default=2048, ge=2, description="tokens of a window of ppl; each is half of one on")
+    chat: bool = Field(
+        default=False, description="ask tasks of lm-eval as a user's message, by the chat template"
+    )
     draws: int = Field(default=2000, ge=100, description="draws of the bootstrap")
     seed: int = Field(default=0, ge=0, le=SEEDS[1], description="seed of drawn texts and of the bootstrap")
     base: ModelName = Field(
@@ -82,15 +85,15 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     return evaluate(config, common, shlex.join(["unfreeze", "eval", *arguments]))
 
 
-def evaluate(config: Config, common: Common, command: str = "") -> dict[str, Any]:
-    """Do what `main` does, for fields that are parsed."""
+def evaluate(config: Config, common: Common, command: str = "", *, shown: bool = True) -> dict[str, Any]:
+    """Do what `main` does, for fields that are parsed. shown: print the tables."""
     from unfreeze.commands.eval_models import subjects_of
     from unfreeze.evaluate.kept import Kept
     from unfreeze.evaluate.tasks import Settings
     from unfreeze.job.tasks import split_names, tasks_of
     from unfreeze.kernels.precision import precision
 
-    names = ("limit", "max_new_tokens", "batch", "seed", "lengths", "columns", "window")
+    names = ("limit", "max_new_tokens", "batch", "seed", "lengths", "columns", "window", "chat")
     settings = Settings(**{name: getattr(config, name) for name in names})
     line = say(common)
     with ExitStack() as ends:
@@ -114,8 +117,8 @@ def evaluate(config: Config, common: Common, command: str = "") -> dict[str, Any
                 raise KeyboardInterrupt(message) from None
             record = record_of(config, tasks, subjects, scored, errors, command)
             written = write(record, out, subjects)
-    show(record, common)
-    if not (common.json or common.quiet):
+    if shown and not (common.json or common.quiet):
+        show(record)
         print(f"page: {written}")
     failed = {"exit_code": UserError.exit_code} if errors else {}
     return {**record, "out": str(out), "page": str(written), **failed}
@@ -260,24 +263,20 @@ def of_run(record: dict[str, Any], name: str, pairs: Sequence[tuple[str, str]]) 
     return {**record, "models": [m for m in record["models"] if m["name"] in models], "tasks": tasks}
 
 
-def show(record: dict[str, Any], common: Common) -> None:
-    """Print the tables."""
-    if common.json or common.quiet:
-        return
-    from rich.table import Table as Rich
+def show(record: dict[str, Any]) -> None:
+    """Print every measure, the grids and the notes."""
+    from rich.table import Table
     from rich.text import Text
 
     from unfreeze.tracking.console import PipeConsole
 
     console = PipeConsole(highlight=False)
-    first = tables.change_table(record, intervals=False) or tables.score_table(record)
-    whole = [first, *tables.grid_tables(record)]
-    if failed := tables.failures(record):
-        whole.append(Table("Tasks without a score", ("task", "why"), failed))
-    for each in whole:
-        if not each.rows:
-            continue
-        table = Rich(title=each.title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    for name, lines in tables.in_lines(record):
+        console.print(Text(name), style="bold")
+        for line in lines:
+            console.print(Text(f"  {line}"))
+    for each in tables.grid_tables(record):
+        table = Table(title=each.title, title_justify="left", box=None, pad_edge=False, header_style="dim")
         for head in each.head:
             table.add_column(Text(head), overflow="fold")
         for row in each.rows:

@@ -94,8 +94,9 @@ def subjects_of(names: Sequence[str], base: str, dtype: str, say: Callable[[str]
             pairs = [(name if one == known.name else one, other) for one, other in pairs]
         else:
             models.append(model)
-    pairs += [(one.name, other.name) for i, one in enumerate(typed) for other in typed[i + 1 :]]
-    return Subjects(models, list(dict.fromkeys(pairs)), notes)
+    both = [(one.name, other.name) for i, one in enumerate(typed) for other in typed[i + 1 :]]
+    pairs += [pair for pair in both if pair not in pairs and pair[::-1] not in pairs]
+    return Subjects(models, pairs, notes)
 
 
 def digest_of(source: ModelSource, manifest: Manifest, dtype: str) -> str:

@@ -54,7 +54,12 @@ class Items:
             return np.exp(mean_B) if self.exponent else mean_B
 
 
-def items_of(values: Sequence[float], weights: Sequence[float] = (), *, exponent: bool = False) -> Items:
+def items_of(
+    values: Sequence[float] | np.ndarray,
+    weights: Sequence[float] | np.ndarray = (),
+    *,
+    exponent: bool = False,
+) -> Items:
     """Return the items. weights: () counts each once."""
     values_R = np.asarray(values, dtype=np.float64)
     weights_R = np.asarray(weights, dtype=np.float64) if len(weights) else np.ones_like(values_R)

@@ -56,8 +56,8 @@ WHAT = (
 WHERE = ("near the river", "in the market", "at noon", "before the rain", "behind the mill", "on the hill")
 PLACES = tuple(
     "Lisbon Oslo Cairo Lima Quito Delhi Kyoto Riga Turin Perth Accra Dakar Hanoi Izmir Basel Malmo Leeds"
-    " Nantes Porto Ghent Bergen Tampa Omaha Tulsa Fresno Austin Dallas Boston Denver Toledo Salem Mobile Aden Baku"
-    " Minsk Sofia Tirana Split Graz Linz".split()
+    " Nantes Porto Ghent Bergen Tampa Omaha Tulsa Fresno Austin Dallas Boston Denver Toledo Salem Mobile"
+    " Aden Baku Minsk Sofia Tirana Split Graz Linz".split()
 )
 DIGITS = 5
 SENTENCE = "The secret number of {place} is"

@@ -94,7 +94,7 @@ class RowsTask:
                 words.setdefault(each.outcome, f"row {self.rows[i].row}: {each.message}")
         failed += Counter()  # drops those of 0
         self._refuse(failed, words)
-        notes = [f"{count} answers have no score ({name}): {words[name]}" for name, count in failed.items()]
+        notes = [f"{count} without a score ({name}): {words[name]}" for name, count in failed.items()]
         if cut:
             most = self.settings.max_new_tokens
             notes.append(

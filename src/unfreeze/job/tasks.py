@@ -59,9 +59,9 @@ def is_own(name: str) -> bool:
         return True
     if name in GRIDS:
         return True
-    if colon or name in METRICS:
-        near = nearest(kind, ("rows", "ppl"))
-        raise ConfigError(f"tasks: there is no task {name!r}{near}", next=f"--tasks {', '.join(FORMS)}")
+    near = nearest(kind, ("rows", "ppl")) if colon else nearest(name, GRIDS)
+    if colon or name in METRICS or (near and not name.endswith((".yaml", ".yml"))):
+        raise ConfigError(f"tasks: there is no task {name!r}{near}", next=f"--tasks {','.join(FORMS)}")
     return False
 
 
@@ -98,13 +98,13 @@ def _file_and_metric(rest: str) -> tuple[str, str]:
     )
 
 
-def _file(written: str, task: str) -> Path:
+def _file(written: str, task: str, example: str = "") -> Path:
     path = Path(written).expanduser()
     if not path.is_file():
         there = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(
             f"tasks: {task!r}: there is no file {written}{looked_in(written)}{nearest(path.name, there)}",
-            next=f"--tasks {task.partition(':')[0]}:FILE",
+            next=f"--tasks {example or task.partition(':')[0] + ':FILE'}",
         )
     return path
 
@@ -125,10 +125,11 @@ def _in_processes(
 
 def _named(metric: str) -> str:
     """Return my.py:function; without a name it is `metric`, or `reward` if the file defines only that."""
-    if not metric.endswith(".py"):
+    file, colon, _ = metric.rpartition(":")
+    path = _file(file if colon else metric, metric, "rows:FILE:my.py")
+    if colon:
         return metric
-    path = Path(metric).expanduser()
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    text = path.read_text(encoding="utf-8", errors="replace")
     defined = [name for name in (METRIC, "reward") if f"def {name}(" in text]
     return f"{metric}:{(defined or [METRIC])[0]}"
 

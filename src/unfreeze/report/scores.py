@@ -67,11 +67,8 @@ def scored(record: Record) -> list[Record]:
     return [task for task in record["tasks"] if "error" not in task]
 
 
-def change_table(record: Record, *, intervals: bool = True) -> Table | None:
-    """Return one row for each measure and pair of models; None if no models are compared.
-
-    intervals: also of the two scores, not of their difference alone
-    """
+def change_table(record: Record) -> Table | None:
+    """Return one row for each measure and pair of models; None if no models are compared."""
     rows: list[tuple[str, ...]] = []
     pairs = {(each["before"], each["after"]) for task in scored(record) for each in task["changes"]}
     if not pairs:
@@ -79,12 +76,11 @@ def change_table(record: Record, *, intervals: bool = True) -> Table | None:
     for task in scored(record):
         by_model = {each["model"]: each for each in task["scores"]}
         for each in task["changes"]:
-            show = with_interval if intervals else lambda one: number(one.get("value"))
-            ends = [show(by_model[each[side]]) for side in ("before", "after")]
+            ends = [with_interval(by_model[each[side]]) for side in ("before", "after")]
             which = [f"{each['before']} → {each['after']}"] if len(pairs) > 1 else []
-            arrow = "" if task["higher_is_better"] else ", lower is better"
+            lower = "" if task["higher_is_better"] else ", lower is better"
             cells = (f"{each['items']:,}", *ends, with_interval(each, "+"), each["verdict"])
-            rows.append((f"{title_of(task)}{arrow}", *which, *cells))
+            rows.append((f"{title_of(task)}{lower}", *which, *cells))
     which = ["models"] if len(pairs) > 1 else []
     return Table(
         "Before and after", ("task", *which, "items", "before", "after", "difference (95 %)", "verdict"), rows
@@ -98,8 +94,8 @@ def score_table(record: Record) -> Table:
     for task in scored(record):
         by_model = {each["model"]: each for each in task["scores"]}
         cells = [with_interval(by_model.get(model, {})) for model in models]
-        arrow = "" if task["higher_is_better"] else ", lower is better"
-        rows.append((f"{title_of(task)}{arrow}", f"{task['items']:,}", *cells))
+        lower = "" if task["higher_is_better"] else ", lower is better"
+        rows.append((f"{title_of(task)}{lower}", f"{task['items']:,}", *cells))
     return Table("Scores with 95 % intervals", ("task", "items", *models), rows)
 
 
@@ -144,9 +140,31 @@ def cautions(record: Record) -> list[str]:
     judged = [each for task in scored(record) for each in task["changes"] if each.get("value") is not None]
     if len(judged) >= MANY:
         notes.append(
-            f"Of {len(judged)} intervals of differences, about {round(0.05 * len(judged))} miss 0 by chance alone."
+            f"Of {len(judged)} such intervals, about {round(0.05 * len(judged))} would not hold 0 by chance."
         )
     return list(dict.fromkeys([*record.get("notes", []), *notes]))
+
+
+def in_lines(record: Record) -> list[tuple[str, list[str]]]:
+    """Return (measure, a line for each pair of models; without pairs, for each model), for a terminal."""
+    groups: list[tuple[str, list[str]]] = []
+    for task in scored(record):
+        by_model = {each["model"]: each for each in task["scores"]}
+        lines = [
+            f"{each['before']} {number(by_model[each['before']].get('value'))} →"
+            f" {each['after']} {number(by_model[each['after']].get('value'))},"
+            f" {with_interval(each, '+')}: {each['verdict']}"
+            for each in task["changes"]
+        ]
+        lines = lines or [f"{model} {with_interval(one)}" for model, one in by_model.items()]
+        lower = "" if task["higher_is_better"] else ", lower is better"
+        groups.append((f"{title_of(task)}, {task['items']:,} items{lower}", lines))
+    return [*groups, *((name, [f"no score: {why}"]) for name, why in failures(record))]
+
+
+def score_lines(record: Record) -> list[str]:
+    """Return a line for each measure and pair of models of a run's record; [] for an empty one."""
+    return [f"{name}: {line}" for name, lines in in_lines(record) for line in lines] if record else []
 
 
 def scores_section(record: Record, title: str = "Before and after") -> Markup:
