@@ -74,6 +74,14 @@ class HarnessTask:
         hashed.update(repr((self.settings.max_new_tokens, self.settings.limit, self.settings.chat)).encode())
         self.digest = hashed.hexdigest()
 
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Yield (name, every text) of each document, to look for in training rows."""
+        for name, task in self._tasks.items():
+            for number, document in task.doc_iterator(limit=self.settings.limit):
+                fields = document if isinstance(document, dict) else {"text": str(document)}
+                texts = [text for value in fields.values() for text in _texts(value)]
+                yield f"{name} document {number}", "\n".join(texts)
+
     def score(self, model: Model, kept: Kept, shown: Shown = unseen) -> list[Scores]:
         """Score all documents. Raises UserError for a request that the model cannot take."""
         if not self._tasks:
@@ -260,6 +268,14 @@ def seeded() -> Iterator[None]:
     finally:
         random.setstate(state)
         np.random.set_state(numbers)
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [text for each in value for text in _texts(each)]
+    return [text for each in value.values() for text in _texts(each)] if isinstance(value, dict) else []
 
 
 def _number(value: Any) -> float | None:
