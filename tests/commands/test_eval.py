@@ -67,10 +67,10 @@ def test_before_and_after_with_intervals_and_in_the_report(run, files, unfreeze_
     summary = "\n".join(unfreeze_json("report", run)["summary"])
     assert "Scores" in summary and "bits per byte" in summary and "recall" in summary
     report = (run / "report.html").read_text(encoding="utf-8")
-    assert "Before and after" in report and "95 %" in report
+    assert "Scores, before and after" in report and "95 %" in report
     (run / "evaluations.json").unlink()  # control arm: without the record, no section
     unfreeze_json("report", run)
-    assert "Before and after" not in (run / "report.html").read_text(encoding="utf-8")
+    assert "Scores, before and after" not in (run / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_metric_that_raises_is_named_and_the_other_tasks_go_on(run, files, capsys):

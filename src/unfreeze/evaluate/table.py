@@ -108,7 +108,7 @@ def same_measures(task: str, by_model: Mapping[str, Sequence[Scores]]) -> list[d
     """Turn the measures of each model into the models of each measure. Raises ConfigError if they differ."""
     names = {model: [each.measure for each in several] for model, several in by_model.items()}
     if len({tuple(each) for each in names.values()}) > 1:
-        raise ConfigError(f"{task}: models have other measures: {names}")
+        raise ConfigError(f"{task}: models have other measures: {names}", next="score them one by one")
     count = len(next(iter(names.values()), []))
     return [{model: several[i] for model, several in by_model.items()} for i in range(count)]
 
