@@ -55,6 +55,8 @@ def test_items_are_paired_by_name_and_those_without_a_value_are_left_out():
     assert one["items"] == 38 and one["value"] == pytest.approx(0.5)
     # paired: every item moved by the same, so the interval has no width
     assert one["low"] == pytest.approx(0.5) and one["high"] == pytest.approx(0.5)
+    record = measure_record("t", {"a": before}, [], draws=500, seed=0)
+    assert record["notes"] == ["1 of 40 items are left out: their score is not finite"]
 
 
 def test_weights_and_exponents_give_the_score_of_the_whole():
