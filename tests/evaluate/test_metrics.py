@@ -94,6 +94,8 @@ def test_a_row_without_an_answer_is_named():
         refuse_row("numeric", asked_from_dict({"prompt": "?", "answer": "Rome"}, 3))
     with pytest.raises(DataError, match="row 3: its answer is empty"):
         refuse_row("contains", asked_from_dict({"prompt": "?", "answer": " "}, 3))
+    with pytest.raises(DataError, match=r"row 3: its answer '\(a' is no pattern: missing \)"):
+        refuse_row("regex", asked_from_dict({"prompt": "?", "answer": "(a"}, 3))
     refuse_row("exact", asked_from_dict({"prompt": "?", "answer": ""}, 3))
 
 

@@ -81,8 +81,11 @@ def subjects_of(names: Sequence[str], base: str, dtype: str, say: Callable[[str]
         except UserError as error:
             before = None
             notes.append(f"{name} has nothing to compare with: {error.message}")
+        digest = digest_of(*before, dtype) if before else ""
+        if digest == model.digest:
+            before = None
+            notes.append(f"{name} has the weights that it began with")
         if before is not None:
-            digest = digest_of(*before, dtype)
             several = len(names) > 1
             known = next((each for each in models if each.digest == digest), None)
             first = known or Scored(f"{BASE} of {name}" if several else BASE, *before, digest)

@@ -128,6 +128,14 @@ def refuse_row(name: str, row: Conversation) -> None:
     for each in expected_of(row):
         if name != "exact" and not each.strip():
             raise DataError(f"row {row.row}: its answer is empty", next="remove the row, or use exact")
+        if name == "regex":
+            try:
+                re.compile(each)
+            except (re.error, RecursionError, OverflowError) as fault:
+                raise DataError(
+                    f"row {row.row}: its answer {each[:60]!r} is no pattern: {fault}",
+                    next="rows:FILE:contains",
+                ) from None
         if name == "numeric" and last_number(each) is None:
             raise DataError(
                 f"row {row.row}: its answer {each[:60]!r} has no number", next="rows:FILE:contains, or exact"

@@ -103,9 +103,9 @@ class RecallTask:
             )
         cells = [
             Cell(length, column, repeat)
+            for repeat in range(REPEATS)  # a limit leaves fewer texts of each cell
             for length in lengths
             for column in self.columns
-            for repeat in range(REPEATS)
         ]
         return cells[: self.settings.limit]
 

@@ -198,7 +198,8 @@ def greedy_answers(
     done = len(prompts) - len(missing)
     texts = [""] * len(missing)
     sampling = Sampling(max_new_tokens=most, temperature=0.0)
-    for step in model.engine.stream([prompts[i] for i in missing], sampling, max_rows=settings.batch):
+    asked = [prompts[i] for i in missing]
+    for step in model.engine.stream(asked, sampling, max_rows=settings.batch) if asked else ():
         for piece in step:
             texts[piece.row] += piece.text
             if piece.stop_reason is not None:

@@ -45,7 +45,7 @@ def measure_record(
     notes = {
         f"{model}: {note}" if len(by_model) > 1 else note: None
         for model, each in by_model.items()
-        for note in each.notes
+        for note in [*each.notes, *_not_finite(each)]
     }
     return {
         "task": task,
@@ -108,9 +108,15 @@ def same_measures(task: str, by_model: Mapping[str, Sequence[Scores]]) -> list[d
     """Turn the measures of each model into the models of each measure. Raises ConfigError if they differ."""
     names = {model: [each.measure for each in several] for model, several in by_model.items()}
     if len({tuple(each) for each in names.values()}) > 1:
-        raise ConfigError(f"{task}: models have other measures: {names}")
+        raise ConfigError(f"{task}: models have other measures: {names}", next="score them one by one")
     count = len(next(iter(names.values()), []))
     return [{model: several[i] for model, several in by_model.items()} for i in range(count)]
+
+
+def _not_finite(scores: Scores) -> list[str]:
+    """Return a sentence if some values are no finite numbers, which no mean holds."""
+    count = sum(value is not None and not math.isfinite(value) for value in scores.values)
+    return [f"{count} of {len(scores.items)} items are left out: their score is not finite"] if count else []
 
 
 def _finite(value: float | None) -> bool:

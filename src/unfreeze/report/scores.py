@@ -167,7 +167,7 @@ def score_lines(record: Record) -> list[str]:
     return [f"{name}: {line}" for name, lines in in_lines(record) for line in lines] if record else []
 
 
-def scores_section(record: Record, title: str = "Before and after") -> Markup:
+def scores_section(record: Record) -> Markup:
     """Return the tables as a section of a page; "" for an empty record."""
     if not record:
         return Markup("")
@@ -175,7 +175,7 @@ def scores_section(record: Record, title: str = "Before and after") -> Markup:
     table = changed or score_table(record)
     return render(
         "scores.html",
-        title=title if changed else "Scores",
+        title="Scores, before and after" if changed else "Scores",
         note=f"{record.get('time', '')}. Intervals: paired bootstrap over items, 95 %.",
         table=table,
         grids=grid_tables(record),
