@@ -417,25 +417,25 @@ class Watch(Frozen):
             "tasks of `unfreeze eval` to score before, during and after training: rows:FILE:METRIC, ppl:FILE,"
             " needle, FILE.yaml; the first one chooses the best step"
         ),
-        json_schema_extra=about("Output", alias="eval", computes=False, since="0.3"),
+        json_schema_extra=about("Output", alias="eval", computes=False, since="0.2"),
     )
     eval_every: int = Field(
         default=0,
         ge=0,
         description="steps between scores; 0: only before the first step and after the last",
-        json_schema_extra=about("Output", alias="eval_every", computes=False, since="0.3"),
+        json_schema_extra=about("Output", computes=False, since="0.2"),
     )
     eval_limit: int | None = Field(
         default=None,
         ge=1,
         description="most items of a task while training; default: all",
-        json_schema_extra=about("Output", computes=False, since="0.3"),
+        json_schema_extra=about("Output", computes=False, since="0.2"),
     )
     eval_tokens: int = Field(
         default=256,
         ge=1,
         description="most tokens of an answer of a task while training",
-        json_schema_extra=about("Output", computes=False, since="0.3"),
+        json_schema_extra=about("Output", computes=False, since="0.2"),
     )
     early_stop: int = Field(
         default=0,

@@ -335,7 +335,7 @@ class ScoreEvent(CommonFields):
     high: Annotated[Real | None, of("as the unit", "upper end")]
     items: Annotated[Int, of("items", "with a score")]
     chooses: Annotated[bool, of("yes or no", "true for the measure that chooses the best step")]
-    seconds: Annotated[Real, of("seconds", "duration of the whole task")]
+    seconds: Annotated[Real, of("seconds", "duration of the task; 0 for its further measures")]
 
 
 class SampleEvent(CommonFields):

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from unfreeze.core.schema import DataEvent, EvalEvent, SampleEvent, TrainEvent
 from unfreeze.core.units import format_bytes, format_count
+from unfreeze.report.curves import curves_section
 from unfreeze.report.events import (
     data_lines,
     evals_of,
@@ -104,6 +105,7 @@ def page(run: RunFolder, *, reload: int = 0) -> str:
         _scores,
         rollouts_section,
         _loss,
+        curves_section,
         _evaluations,
         _guards,
         _data,

@@ -39,8 +39,7 @@ class Evaluation:
     If a forward pass needs all processes, all score, with the tokens that process 0 samples.
 
     every  steps between scores; 0: only before the first step and after the last
-    best   gets the score that chooses the best save; lower is better
-    anew   True if nothing of these tasks was measured yet: the first result is then compared with
+    keep   saves the state, if the first measure of the first task is better than before (best.py)
     """
 
     def __init__(
@@ -95,9 +94,10 @@ class Evaluation:
             except UserError as error:
                 records.append({"message": f"{task.name} has no score: {error.message}"})
                 continue
-            seconds = time.perf_counter() - started
+            took = time.perf_counter() - started
             for number, each in enumerate(measures):
                 chooses = task is self._tasks[0] and not number
+                seconds = 0.0 if number else took  # once for all measures of a task
                 records.append({**score_record(task.name, each), "chooses": chooses, "seconds": seconds})
         return records
 
