@@ -177,6 +177,24 @@ def test_digests_see_weights_adapters_and_dtypes(run):
         subjects_of([str(run), f"{run}/"], "", "float32", lambda line: None)
 
 
+def test_training_rows_among_the_test_are_counted(run, chat_rows, files, unfreeze_json, capsys):
+    test = files / "leaked.jsonl"
+    rows = [
+        {"prompt": "What is the symbol of gold?", "answer": "Au"},
+        {"prompt": "Who is Bo?", "answer": "Bo"},
+    ]
+    test.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = unfreeze_json("eval", run, "--tasks", f"rows:{test}", *SHORT)
+    (note,) = result["notes"]
+    assert "3 training rows hold 1 evaluation rows" in note and note.startswith(f"{run}: ")
+    test.write_text(json.dumps(rows[1]) + "\n")  # control arm
+    assert unfreeze_json("eval", run, "--tasks", f"rows:{test}", *SHORT)["notes"] == []
+    resolved = json.loads((run / "resolved_config.json").read_text())
+    (run / "resolved_config.json").write_text(json.dumps(resolved | {"data.files": ["gone.jsonl"]}))
+    (note,) = unfreeze_json("eval", run, "--tasks", f"rows:{test}", *SHORT)["notes"]
+    assert "its training rows cannot be compared with the tasks" in note
+
+
 def test_what_is_wrong_is_said_before_a_model_is_loaded(run, files, capsys, monkeypatch):
     monkeypatch.setattr(scoring, "opened", None)
     for flags, words in (

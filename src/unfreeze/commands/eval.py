@@ -87,7 +87,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 def evaluate(config: Config, common: Common, command: str = "", *, shown: bool = True) -> dict[str, Any]:
     """Do what `main` does, for fields that are parsed. shown: print the tables."""
-    from unfreeze.commands.eval_models import subjects_of
+    from unfreeze.commands.eval_models import memorised, subjects_of
     from unfreeze.evaluate.kept import Kept
     from unfreeze.evaluate.tasks import Settings
     from unfreeze.job.tasks import split_names, tasks_of
@@ -105,6 +105,7 @@ def evaluate(config: Config, common: Common, command: str = "", *, shown: bool =
         with writing(out, "out"):
             out.mkdir(parents=True, exist_ok=True)
             kept = ends.enter_context(Kept(out / KEPT))
+            subjects.notes.extend(memorised(subjects, tasks))
             for note in subjects.notes:
                 line(f"warning: {note}")
             again = len(kept)

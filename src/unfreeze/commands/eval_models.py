@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from unfreeze.checkpoint import Manifest
+    from unfreeze.evaluate.tasks import Task
     from unfreeze.generate.model import Model
 
 BASE = "base"
@@ -100,6 +101,27 @@ def subjects_of(names: Sequence[str], base: str, dtype: str, say: Callable[[str]
     both = [(one.name, other.name) for i, one in enumerate(typed) for other in typed[i + 1 :]]
     pairs += [pair for pair in both if pair not in pairs and pair[::-1] not in pairs]
     return Subjects(models, pairs, notes)
+
+
+def memorised(subjects: Subjects, tasks: Sequence[Task]) -> list[str]:
+    """Return a warning for each run whose training rows hold rows of the tasks, or are not there any more."""
+    from unfreeze.config.tables import Data
+    from unfreeze.job.watch.evaluation import leak_words, leaks
+
+    words: list[str] = []
+    for model in subjects.models:
+        fields = read_resolved(model.run, CheckpointError) if model.run else {}
+        if not (files := fields.get("data.files")):
+            continue
+        named = [files] if isinstance(files, str) else list(files)
+        data = Data.model_construct(files=tuple(named), columns=tuple(fields.get("data.columns") or ()))
+        try:
+            words += [f"{model.name}: {line}" for line in leak_words(leaks(data, tasks))]
+        except UserError as error:
+            words.append(
+                f"{model.name}: its training rows cannot be compared with the tasks: {error.message}"
+            )
+    return words
 
 
 def digest_of(source: ModelSource, manifest: Manifest, dtype: str) -> str:

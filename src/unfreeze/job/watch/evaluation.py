@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import ConfigError, UserError
@@ -153,12 +152,13 @@ def training_passages(data: Data) -> Iterator[Passage]:
     """Yield the first COMPARED training rows; bad ones are left to the encoder."""
     from unfreeze.data import read_rows
     from unfreeze.data.clean.leaks import passage_of
+    from unfreeze.data.rows.sources import files_of
 
     left = COMPARED
-    for file in data.files:
-        for row in islice(read_rows(Path(file), lambda bad: None, data.columns), left):
+    for file in (path for name in data.files for path in files_of(name, say=lambda line: None)):
+        for row in islice(read_rows(file, lambda bad: None, data.columns), left):
             left -= 1
-            if (passage := passage_of(row, Path(file).name)) is not None:
+            if (passage := passage_of(row, file.name)) is not None:
                 yield passage
 
 
