@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING
 from unfreeze.core.lazy import on_first_use
 
 if TYPE_CHECKING:
+    from unfreeze.api import Evaluation as Evaluation
     from unfreeze.api import FinishedRun as FinishedRun
     from unfreeze.api import distill as distill
+    from unfreeze.api import evaluate as evaluate
     from unfreeze.api import grpo as grpo
     from unfreeze.api import prefer as prefer
     from unfreeze.api import prepare as prepare
@@ -34,10 +36,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TINY_K2",
+    "Evaluation",
     "FinishedRun",
     "Model",
     "__version__",
     "distill",
+    "evaluate",
     "grpo",
     "load",
     "prefer",
@@ -53,7 +57,18 @@ _HOME = {
     "Model": "unfreeze.generate.model",
     "TINY_K2": "unfreeze.core.built_in",
     **dict.fromkeys(
-        ("FinishedRun", "distill", "grpo", "prefer", "prepare", "pretrain", "sft", "swap", "train_tokenizer"),
+        (
+            "Evaluation",
+            "FinishedRun",
+            "distill",
+            "grpo",
+            "prefer",
+            "prepare",
+            "pretrain",
+            "sft",
+            "swap",
+            "train_tokenizer",
+        ),
         "unfreeze.api",
     ),
 }
@@ -71,7 +86,7 @@ if "UNFREEZE_CPU_CLASS" in os.environ:  # before anything imports torch or numba
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "10000"
 
-__getattr__ = on_first_use(__name__, _HOME)
+__getattr__ = on_first_use(__name__, _HOME, rooms=("evaluate",))
 
 
 def __dir__() -> list[str]:

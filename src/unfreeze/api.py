@@ -39,6 +39,7 @@ from unfreeze.recipes import sft as fine_tuning
 from unfreeze.report.events import of_kind, read_events
 from unfreeze.report.html import page, summary_lines, write_report
 from unfreeze.report.run import read_run
+from unfreeze.report.scores import in_lines
 from unfreeze.report.tables import receipt_text
 
 if TYPE_CHECKING:
@@ -241,6 +242,58 @@ def _code_file(
             built.run_dir.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text)
     return f"{path}:{code.names[0]}"
+
+
+class Evaluation(dict[str, Any]):
+    """Result of `evaluate`: models, tasks (scores, changes, grid, notes), page; displayed as its tables."""
+
+    def __repr__(self) -> str:
+        rows = in_lines(self)
+        return "\n".join(line for name, lines in rows for line in (name, *(f"  {each}" for each in lines)))
+
+    def _repr_html_(self) -> str:
+        return Report(Path(self["page"]), Path(self["page"]).read_text(encoding="utf-8"))._repr_html_()
+
+
+def evaluate(
+    *models: FinishedRun | str | Path,
+    tasks: str | Sequence[str | tuple[str, Callable[..., Any]]],
+    quiet: bool = False,
+    **fields: Any,
+) -> Evaluation:
+    """Score runs and models, like `unfreeze eval`: before and after, with intervals.
+
+    result = unfreeze.evaluate(run, tasks=["rows:test.jsonl:exact", ("rows:test.jsonl", mine), "needle"])
+    result["tasks"][0]["changes"][0]["verdict"]
+
+    models  runs, whose model before is scored, too, or checkpoints
+    tasks   names as on the command line; (rows:FILE, mine): the metric is mine(prompt, completion, **row)
+    fields  limit, max_new_tokens, batch, lengths, seed, dtype, out, …
+
+    A task that fails has "error" in place of scores; the others go on. Raises UserError for what is wrong
+    before a model is loaded.
+    """
+    from unfreeze.commands import eval as scoring
+
+    several = [tasks] if isinstance(tasks, str) else list(tasks)
+    names = [each if isinstance(each, str) else f"{each[0]}:{_metric_file(each[1])}" for each in several]
+    paths = tuple(str(each.path if isinstance(each, FinishedRun) else each) for each in models)
+    keywords = {"models": paths, "tasks": names, **fields}
+    config = from_keywords(scoring.Config, keywords, function="evaluate", command="eval")
+    return Evaluation(scoring.evaluate(config, Common(quiet=True) if quiet else Common(), shown=False))
+
+
+def _metric_file(metric: Callable[..., Any]) -> str:
+    """Return my.py:name of a function. Raises ConfigError for one that stands in no file."""
+    from unfreeze.rollout.user_code import user_code
+
+    (code,) = user_code(metric, field="tasks")
+    if not Path(code.path).is_file():
+        raise ConfigError(
+            f"tasks: {code.names[0]} is a function of a notebook",
+            next="write it to my.py, give rows:FILE:my.py",
+        )
+    return f"{code.path}:{code.names[0]}"
 
 
 def train_tokenizer(

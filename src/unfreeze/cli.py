@@ -84,6 +84,9 @@ MAKE = {
         "unfreeze.commands.swap", "swap MODEL PLACE PART", "another attention in a trained model"
     ),
     "advise": Command("unfreeze.commands.advise", "advise --params N", "rate and batch of pretraining"),
+    "eval": Command(
+        "unfreeze.commands.eval", "eval RUN --tasks rows:F", "scores before and after, with intervals"
+    ),
     "life": Command("unfreeze.commands.life", "life small.toml", "tokenizer to rewards, every stage scored"),
 }
 DEV = {

@@ -92,23 +92,20 @@ def mean(by_row: list[float], weights: list[float]) -> float:
     return math.fsum(x * w for x, w in zip(by_row, weights, strict=True)) / math.fsum(weights)
 
 
-def interval(by_row: list[float], weights: list[float], draws: int = 2000) -> tuple[float, float]:
-    """Return the 2.5 and 97.5 % quantiles of the mean over rows drawn with replacement (Efron 1979)."""
-    import numpy as np
+def interval(by_row: list[float], weights: list[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean (evaluate/bootstrap.py)."""
+    from unfreeze.evaluate import bootstrap
 
-    values_R, weights_R = np.asarray(by_row), np.asarray(weights)
-    picks = np.random.default_rng(0).integers(0, len(values_R), (draws, len(values_R)))
-    means = (values_R * weights_R)[picks].sum(1) / weights_R[picks].sum(1)
-    low, high = np.quantile(means, (0.025, 0.975))
-    return float(low), float(high)
+    one = bootstrap.interval(bootstrap.items_of(by_row, weights))
+    return one.low, one.high
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float, float]:
     """Return other - one and its 95 % interval, paired by row: the same draw of rows for both."""
-    import numpy as np
+    from unfreeze.evaluate import bootstrap
 
     if len(one["by_row"]) != len(other["by_row"]):
         raise ConfigError("two models were scored on other rows", next="score both again")
-    gaps = np.subtract(other["by_row"], one["by_row"]).tolist()
-    weights = one["weights"]
-    return (mean(gaps, weights), *interval(gaps, weights))
+    before, after = (bootstrap.items_of(each["by_row"], one["weights"]) for each in (one, other))
+    gap = bootstrap.difference(before, after)
+    return gap.value, gap.low, gap.high

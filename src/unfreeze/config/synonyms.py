@@ -50,7 +50,7 @@ muon.update_scale | match_rms_adamw or original | adjust_lr_fn
 threads | CPU threads | num_threads num_workers
 save_every | steps | save_steps save_interval checkpoint_every save_strategy
 save.keep | number of saves | save_total_limit max_checkpoints
-watch.validate_every | steps | eval_steps eval_every eval_interval val_every eval_strategy
+watch.validate_every | steps | eval_steps eval_interval val_every eval_strategy
     evaluation_strategy
 watch.early_stop | validations without gain | early_stopping early_stopping_patience patience
     load_best_model_at_end

@@ -411,12 +411,38 @@ class Watch(Frozen):
         description="steps between validations; 0: only before the first step and after the last",
         json_schema_extra=about("Output", was="validate_every", computes=False),
     )
+    eval: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "tasks of `unfreeze eval` to score before, during and after training: rows:FILE:METRIC, ppl:FILE,"
+            " needle, FILE.yaml; the first one chooses the best step"
+        ),
+        json_schema_extra=about("Output", alias="eval", computes=False, since="0.2"),
+    )
+    eval_every: int = Field(
+        default=0,
+        ge=0,
+        description="steps between scores; 0: only before the first step and after the last",
+        json_schema_extra=about("Output", computes=False, since="0.2"),
+    )
+    eval_limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="most items of a task while training; default: all",
+        json_schema_extra=about("Output", computes=False, since="0.2"),
+    )
+    eval_tokens: int = Field(
+        default=256,
+        ge=1,
+        description="most tokens of an answer of a task while training",
+        json_schema_extra=about("Output", computes=False, since="0.2"),
+    )
     early_stop: int = Field(
         default=0,
         ge=0,
         description=(
-            "stop after N validations without a lower held-out loss; 0: never. The best step is kept beside"
-            " the last"
+            "stop after N validations without a lower held-out loss, or with watch.eval N scores without a"
+            " better one; 0: never. The best step is kept beside the last"
         ),
         json_schema_extra=about("How long", was="early_stop", since="0.2"),
     )

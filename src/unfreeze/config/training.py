@@ -91,17 +91,22 @@ class TrainingConfig(Frozen):
             )
         template_values(data.template_variables)
         template_time(data.template_date)
-        if self.watch.early_stop and not (data.validation or data.validation_fraction):
+        held_out = bool(data.validation or data.validation_fraction)
+        if self.watch.eval_every and not self.watch.eval:
+            raise ValueError("watch.eval_every has no tasks: also give watch.eval, such as rows:test.jsonl")
+        if self.watch.early_stop and not self.watch.eval and not held_out:
             raise ValueError(
                 "watch.early_stop needs a held-out loss, but nothing is held out: give validation or"
                 " validation_fraction"
             )
-        if self.watch.validate_every and not (data.validation or data.validation_fraction):
+        if self.watch.validate_every and not held_out:
             raise ValueError(
                 "watch.validate_every measures the held-out loss, but nothing is held out: give validation or"
                 " validation_fraction"
             )
-        if self.watch.early_stop and not self.watch.validate_every:
+        if self.watch.early_stop and self.watch.eval and not self.watch.eval_every:
+            raise ValueError("watch.early_stop counts scores: also give watch.eval_every")
+        if self.watch.early_stop and not self.watch.eval and not self.watch.validate_every:
             raise ValueError("watch.early_stop counts validations: also give watch.validate_every")
         if data.validation and data.validation_fraction:
             raise ValueError("validation and validation_fraction exclude each other: give only one")

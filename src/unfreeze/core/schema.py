@@ -322,6 +322,22 @@ class EvalEvent(CommonFields, total=False):
     ]
 
 
+class ScoreEvent(CommonFields):
+    """One measure of a task that is scored while a run trains (`--watch.eval`)."""
+
+    kind: Literal["score"]
+    task: Annotated[AnyText, of("name", "as the user wrote it")]
+    measure: Annotated[AnyText, of("name", "such as exact")]
+    unit: Annotated[AnyText, of("name", '"share"; "" if the measure says it')]
+    higher_is_better: Annotated[bool, of("yes or no")]
+    value: Annotated[Real | None, of("as the unit", "null if no item has a score")]
+    low: Annotated[Real | None, of("as the unit", "lower end of its 95 % interval (bootstrap over items)")]
+    high: Annotated[Real | None, of("as the unit", "upper end")]
+    items: Annotated[Int, of("items", "with a score")]
+    chooses: Annotated[bool, of("yes or no", "true for the measure that chooses the best step")]
+    seconds: Annotated[Real, of("seconds", "duration of the task; 0 for its further measures")]
+
+
 class SampleEvent(CommonFields):
     """A prompt and the model's answer."""
 
@@ -422,9 +438,15 @@ class EarlyStopEvent(CommonFields):
     """The run stops before its last step, because validations found no lower held-out loss."""
 
     kind: Literal["early_stop"]
-    validations: Annotated[Int, of("validations", "in a row without a lower loss")]
+    validations: Annotated[Int, of("validations", "in a row without a lower loss, or scores, a better one")]
     best_step: NotRequired[Annotated[Int, of("finished optimizer steps", "step with the lowest loss")]]
-    best_loss: NotRequired[Annotated[Real, of("nats per supervised token", "held-out loss at that step")]]
+    best_loss: NotRequired[
+        Annotated[
+            Real,
+            of("nats per supervised token", "held-out loss there; with best_by its score, lower is better"),
+        ]
+    ]
+    best_by: NotRequired[Annotated[AnyText, of("name", "task whose score chose; none: the held-out loss")]]
 
 
 class EndEvent(CommonFields):
@@ -450,6 +472,7 @@ Event = (
     | TrainEvent
     | StreamEvent
     | EvalEvent
+    | ScoreEvent
     | SampleEvent
     | OnPolicyEvent
     | RolloutEvent

@@ -80,7 +80,6 @@ def gap_of(
     return Gap(sum(d for d, _ in differences) / len(differences), largest, len(differences), worst)
 
 
-@torch.no_grad()
 def answer_log_probs(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
@@ -93,15 +92,30 @@ def answer_log_probs(
     num_ids: normalise over ids below it; None: over the whole head, as the loss does.
     The experts' counts are restored, because scoring is no training step (docs/why/trust.md M2).
     """
+    return [[log_p for log_p, _ in each] for each in scored_answers(model, prompts, answers, num_ids)]
+
+
+@torch.no_grad()
+def scored_answers(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    num_ids: int | None = None,
+) -> list[list[tuple[float, int]]]:
+    """Return for each answer's tokens (log p as in answer_log_probs, rank: the number of likelier ids).
+
+    A greedy answer is the same tokens if all ranks are 0, ties aside.
+    """
     batch = _packed(prompts, answers).to(model.device)
     with model.looking():
         hidden_TD = model.hidden(batch)
     rows_N = batch.weights_T.nonzero()[:, 0]
-    values: list[float] = []
+    values: list[tuple[float, int]] = []
     for block_N in rows_N.split(SCORED_ROWS):
         logits_NV = model.logits(hidden_TD[block_N])[:, :num_ids]
-        chosen_N = logits_NV.gather(1, batch.targets_T[block_N, None])[:, 0]
-        values += (chosen_N - logits_NV.logsumexp(-1)).tolist()
+        chosen_N1 = logits_NV.gather(1, batch.targets_T[block_N, None])
+        log_p_N = chosen_N1[:, 0] - logits_NV.logsumexp(-1)
+        values += zip(log_p_N.tolist(), (logits_NV > chosen_N1).sum(-1).tolist(), strict=True)
     taken = iter(values)
     return [[next(taken) for _ in answer] for answer in answers]
 

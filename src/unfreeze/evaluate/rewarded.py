@@ -5,8 +5,8 @@
             of n graded answers with c such rewards, unbiased (Chen et al. 2021, arXiv:2107.03374)
     solved  share of prompts with such an answer among all of theirs
 
-Intervals are the 2.5 and 97.5 % quantiles of the mean over prompts drawn with replacement (bootstrap, Efron
-1979). Answers that were cut are graded like others: a model that never ends does not look better.
+Intervals draw prompts with replacement (bootstrap.py). Answers that were cut are graded like others: a model
+that never ends does not look better.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.data.store.examples import Example
+from unfreeze.evaluate import bootstrap
 from unfreeze.evaluate.by_row import ByRow
 
 Key = tuple[int, ...]
@@ -28,7 +29,6 @@ Answer = Callable[[Sequence[tuple[Example, Key]], int], Sequence[tuple[float | N
 
 PASSES = (1, 2, 4)
 """k of pass@k, as far as there are as many answers."""
-DRAWS = 2000
 SOLVED = 1.0
 HELD_OUT = 2**32 - 1
 """In place of a step's number in the seeds of held-out answers."""
@@ -89,11 +89,10 @@ class Rewarded:
         return ByRow({name: (each.astype(np.float32), ones) for name, each in values.items()})
 
 
-def interval(values_R: np.ndarray, draws: int = DRAWS) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of the mean."""
-    picks = np.random.default_rng(0).integers(0, len(values_R), (draws, len(values_R)))
-    low, high = np.quantile(values_R[picks].mean(1), (0.025, 0.975))
-    return float(low), float(high)
+def interval(values_R: np.ndarray) -> tuple[float, float]:
+    """Return the 95 % interval of the mean (bootstrap.py)."""
+    one = bootstrap.interval(bootstrap.items_of(values_R))
+    return one.low, one.high
 
 
 def rewarded(examples: Sequence[Example], answer: Answer, asking: Asking) -> Rewarded:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.core.layout import Layout
     from unfreeze.data import Source
+    from unfreeze.job.watch.evaluation import Evaluation
     from unfreeze.job.watch.samples import Samples
     from unfreeze.job.watch.validation import Validation
     from unfreeze.kernels.precision import Precision
@@ -138,7 +139,7 @@ class Job:
     source: Source
     state: State
     samples: Samples
-    validation: list[Validation]
+    validation: list[Validation | Evaluation]
 
     @property
     def config(self) -> TrainingConfig:

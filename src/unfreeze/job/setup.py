@@ -12,7 +12,7 @@ Each fault is reported by the first step that can find it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -53,6 +53,7 @@ from unfreeze.job.planning.plan import (
 )
 from unfreeze.job.planning.residency import clips_of, keep_boundary, optimizer_of, refuse_samples
 from unfreeze.job.source import with_second
+from unfreeze.job.watch.evaluation import Evaluation, refuse_far, tasks_of_run
 from unfreeze.job.watch.samples import Samples, of_the_first, own_prompts
 from unfreeze.job.watch.validation import Validation, refuse_other_rows, validation_of
 
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 
     from unfreeze.checkpoint import Manifest
     from unfreeze.data import Dataset, Source, Tokenizer
+    from unfreeze.evaluate.tasks import Task
     from unfreeze.generate.model import Model
     from unfreeze.kernels.precision import Precision
     from unfreeze.models import Decoder, Shape
@@ -106,10 +108,14 @@ class Setup:
 
 @dataclass(frozen=True)
 class EncodedData:
-    """The run's documents. followed: hooks that emit statistics of rows encoded during training."""
+    """The run's documents. followed: hooks that emit statistics of rows encoded during training.
+
+    tasks: of [watch] eval, checked
+    """
 
     dataset: Dataset
     followed: list[Followed]
+    tasks: Sequence[Task] = ()
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,7 @@ def opened(
 def encoded(setup: Setup) -> EncodedData:
     """Encode the rows to tokens and loss weights, with statistics."""
     config, parts = setup.config, setup.parts
+    tasks = tasks_of_run(config.watch, config.data, setup.folder, setup.group)
     dataset, followed = encode(
         setup.folder,
         config.data,
@@ -172,7 +179,7 @@ def encoded(setup: Setup) -> EncodedData:
     refuse_other_rows(setup.folder, dataset.validation, config.data)
     if parts.second is not None:
         parts.second.known(dataset.examples)
-    return EncodedData(dataset, followed)
+    return EncodedData(dataset, followed, tasks)
 
 
 def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
@@ -187,6 +194,7 @@ def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
     planning = replace(setup.planning, lengths=lengths, longest=longest)
     plan, model = agreed_plan(planning, folder, group), planning.model.meta
     parts.plan_check(plan)
+    refuse_far(plan, rows.tasks)
     if config.muon.qk_clip:
         from unfreeze.models.queries import scalable
 
@@ -278,8 +286,13 @@ def begun(setup: Setup, rows: EncodedData, plan: Plan, at: Placed) -> tuple[Sour
 
 def watched(
     setup: Setup, rows: EncodedData, plan: Plan, at: Placed, state: State
-) -> tuple[Samples, list[Validation]]:
-    """Create samples and validation, which run between steps."""
+) -> tuple[Samples, list[Validation | Evaluation]]:
+    """Create samples, validation and evaluation, which run between steps.
+
+    With an evaluation its first measure chooses the best save, else the held-out loss.
+    """
+    from unfreeze.train.together import save_together
+
     config, parts, dataset = setup.config, setup.parts, rows.dataset
     data, watch, tokenizer, group = config.data, config.watch, setup.tokenizer, setup.group
     own, count = own_prompts(watch.prompts, tokenizer, chat=parts.chat), watch.samples
@@ -301,6 +314,15 @@ def watched(
         answers=parts.encoding.get("answers", "taught"),
         source="held-out data" if held_out else "training data",
     )
+
+    def keep(state: State) -> bool:
+        return save_together(state, config.save.keep, config.save.on_full_disk, group) is not None
+
+    patience = watch.early_stop
+    evaluation: list[Validation | Evaluation] = []
+    if rows.tasks:
+        options = {"every": watch.eval_every, "keep": keep, "patience": patience, "group": group}
+        evaluation = [Evaluation(state, rows.tasks, at.speaker, **options)]
     validation = validation_of(
         state,
         dataset,
@@ -309,11 +331,11 @@ def watched(
         group,
         tokens=config.tokens_per_micro_batch,
         every=watch.validate_every,
-        patience=watch.early_stop,
-        saves=config.save,
+        patience=patience,
+        keep=None if evaluation else keep,
         heldout_of=partial(parts.heldout, objective=at.objective) if parts.heldout else None,
     )
-    return samples, validation
+    return samples, [*validation, *evaluation]
 
 
 def longest_of(setup: Setup) -> int:

@@ -1,6 +1,7 @@
 """report.html: a run as one self-contained page.
 
-Sections: verdict, answers, rollouts, loss, evaluations, guards, data, experts, machine, receipt, details.
+Sections: verdict, answers, scores, rollouts, loss, evaluations, guards, data, experts, machine, receipt,
+details.
 Numbers and words are made here, HTML in templates/, one file per section. A section without data says why.
 """
 
@@ -14,6 +15,7 @@ from markupsafe import Markup
 
 from unfreeze.core.schema import DataEvent, EvalEvent, SampleEvent, TrainEvent
 from unfreeze.core.units import format_bytes, format_count
+from unfreeze.report.curves import curves_section
 from unfreeze.report.events import (
     data_lines,
     evals_of,
@@ -50,6 +52,7 @@ from unfreeze.report.run import (
     read_run,
     result_words,
 )
+from unfreeze.report.scores import read_scores, score_lines, scores_section
 from unfreeze.report.tables import (
     ABSENT,
     RECEIPT_HEAD,
@@ -99,8 +102,10 @@ def page(run: RunFolder, *, reload: int = 0) -> str:
     sections = (
         _verdict,
         _answers,
+        _scores,
         rollouts_section,
         _loss,
+        curves_section,
         _evaluations,
         _guards,
         _data,
@@ -128,6 +133,11 @@ def _answers(run: RunFolder) -> Markup:
     sources = dict.fromkeys(event.get("source", "") for event in of_kind(run.events, SampleEvent))
     origin = " and ".join(source for source in sources if source)
     return render("answers.html", pairs=sample_pairs(run.events), source=origin, shown=SHOWN_SAMPLES)
+
+
+def _scores(run: RunFolder) -> Markup:
+    """Section with the scores of `unfreeze eval` before and after the run; "" without any."""
+    return scores_section(read_scores(run.path))
 
 
 HEADLINE = ("Held-out reward", "Held-out loss", "Loss", "Time", "Tokens per second", "Peak memory")
@@ -449,6 +459,8 @@ def summary_lines(run_dir: Path | str) -> list[str]:
         lines += folded(line, f"  {('Data' if position == 0 else '').ljust(width)}  ", indent)
     if rollouts := rollouts_words(run):
         lines += folded(rollouts, f"  {'Rollouts'.ljust(width)}  ", indent)
+    for position, line in enumerate(score_lines(read_scores(run.path))):
+        lines += folded(line, f"  {('Scores' if position == 0 else '').ljust(width)}  ", indent)
     if "not measured" in (kernels := kernel_words(run.events)):
         lines += folded(kernels, f"  {'Kernels'.ljust(width)}  ", indent)
     balance = expert_balance(run)

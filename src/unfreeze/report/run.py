@@ -261,7 +261,11 @@ def _best_folder(run: RunFolder) -> str:
 
 def best_words(run: RunFolder) -> str:
     """'step 60 (0.570), in adapter-best/' if a step before the last was the best; else ""."""
+    from unfreeze.report.curves import chosen_by, measure_name  # draws pictures, which this file does not
+
     folder, (steps, losses) = _best_folder(run), series(run.events, "eval", "loss")
+    if folder and (score := chosen_by(run.events)) is not None:
+        return f"step {score['step']:,} ({measure_name(score)} {score['value']:.4g}), in {folder}"
     validated = [(loss, step) for step, loss in zip(steps, losses, strict=True) if step > 0]
     if not folder or not validated:
         return ""
@@ -286,6 +290,9 @@ def early_words(early: EarlyStopEvent, best: str = "") -> str:
     if "best_step" not in early:
         return stopped
     loss = f", loss {early['best_loss']:.3f}" if "best_loss" in early else ""
+    if by := early.get("best_by"):
+        stopped = stopped.replace("validations without a lower held-out loss", f"scores of {by}, none better")
+        loss = ""
     where = f"is in {best}" if best else "is kept"
     return f"{stopped} The best one (step {early['best_step']:,}{loss}) {where}."
 

@@ -16,6 +16,7 @@ PARTS = {
     "loading": "load",
     "answers": "gap",
     "validation": "eval",
+    "scores": "score",
     "saving": "save",
 }
 """Part -> kind of events whose seconds it sums."""

@@ -28,6 +28,7 @@ class Graders(Pooled):
     reward  "my.py", "my.py:name", a Python function, or several: the sum of theirs
     count   processes; 0: one for each core, at most four
     say     called with one line if the system cannot cut the network
+    field   setting that names the functions, for errors
 
     signatures  the arguments of each function
 
@@ -41,8 +42,9 @@ class Graders(Pooled):
         *,
         count: int = 0,
         say: Callable[[str], None] = lambda line: None,
+        field: str = "reward",
     ):
-        self.codes = user_code(reward)
+        self.codes = user_code(reward, field=field)
         self._pool = Pool(self.codes, limits or Limits(), count=count, say=say)
         try:
             self.signatures = [Signature.from_json(each) for each in self._pool.load()["signatures"]]

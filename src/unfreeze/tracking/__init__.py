@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.schema import Event
+from unfreeze.report.curves import measure_name
 from unfreeze.report.events import number, numbers
 
 SINKS = {
@@ -113,10 +114,12 @@ def _made(name: str, run_dir: Path, config: Mapping[str, Any]) -> Sink:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Numbers of a train, eval or stream event, by the names that trackers show:
+    """Numbers of a train, eval, score or stream event, by the names that trackers show:
 
-    train/loss, eval/perplexity, stream/hidden, experts/dead/layer 3.
+    train/loss, eval/perplexity, score/rows:test.jsonl, exact, stream/hidden, experts/dead/layer 3.
     """
+    if event["kind"] == "score":
+        return {} if event["value"] is None else {f"score/{measure_name(event)}": event["value"]}
     if event["kind"] not in ("train", "eval", "stream"):
         return {}
     values = {f"{event['kind']}/{name}": value for name, value in numbers(event).items()}

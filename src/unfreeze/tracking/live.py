@@ -23,6 +23,7 @@ from unfreeze.core.schema import (
     BaselineEvent,
     DataEvent,
     EarlyStopEvent,
+    ScoreEvent,
     EndEvent,
     EvalEvent,
     Event,
@@ -40,6 +41,7 @@ from unfreeze.core.units import format_bytes, format_seconds
 from unfreeze.report.baselines import baseline_line
 from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers, unreached
 from unfreeze.report.forecast import forecast_words
+from unfreeze.report.curves import measure_name, score_value
 from unfreeze.report.run import decimal_bytes, early_words, load_words
 from unfreeze.report.tables import plan_table, receipt_table, receipt_text, receipt_verdict
 from unfreeze.tracking.console import PipeConsole
@@ -200,6 +202,9 @@ class LiveProgress:
     def _on_eval(self, event: EvalEvent) -> None:
         self._display.line(f"step {event['step']}: {eval_words(event)}")
 
+    def _on_score(self, event: ScoreEvent) -> None:
+        self._display.line(f"step {event['step']}: {score_words(event)}")
+
     def _on_baseline(self, event: BaselineEvent) -> None:
         for line in folded(baseline_line(event)):
             self._display.line(line)
@@ -270,6 +275,12 @@ def rollout_words(event: RolloutEvent) -> list[str]:
         *([f"{100 * agreement:.0f} % of pairs agree"] if agreement is not None else []),
         *([f"{faults} call{'s' * (faults > 1)} failed"] if faults else []),
     ]
+
+
+def score_words(event: ScoreEvent) -> str:
+    """'rows:test.jsonl, exact 0.425 (0.3 to 0.55), 40 items, 3.1 s'."""
+    about = f"{event['items']:,} items" + (f", {event['seconds']:.1f} s" if event["seconds"] else "")
+    return f"{measure_name(event)} {score_value(event)}, {about}"
 
 
 def eval_words(event: EvalEvent) -> str:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.end.written import is_noted
+from unfreeze.job.watch.best import Best, forget_validations
 
 if TYPE_CHECKING:
-    from unfreeze.config.tables import Data, Save
+    from unfreeze.config.tables import Data
     from unfreeze.core.batch import Batch
     from unfreeze.data import Dataset, Example, Examples, Tokenizer
     from unfreeze.evaluate.by_row import ByRow
@@ -63,7 +64,7 @@ class Validation:
 
     measure      -> the held-out loss of the current model
     keep         saves the state; called when the loss is the lowest so far. -> True if the save exists;
-                 State.best then names it
+                 State.best then names it (best.py). None: something else chooses the best save
     between      called with the step between validations, for example to answer prompts
     patience     validations in a row without a lower loss after which the run stops (State.ended); 0: never
     agreed       True if any process says so: all must stop at the same step
@@ -77,21 +78,15 @@ class Validation:
         measure: Callable[[], Measured],
         *,
         every: int,
-        keep: Callable[[State], bool],
+        keep: Callable[[State], bool] | None,
         between: Callable[[int], None] = lambda step: None,
         patience: int = 0,
         agreed: Callable[[bool], bool] = lambda value: value,
         fingerprint: str = "",
         anew: bool = False,
     ):
-        self._state, self._measure, self._every, self._keep, self._between = (
-            state,
-            measure,
-            every,
-            keep,
-            between,
-        )
-        self._patience, self._agreed = patience, agreed
+        self._state, self._measure, self._every, self._between = state, measure, every, between
+        self._best = None if keep is None else Best(keep, patience=patience, agreed=agreed)
         self._fingerprint, self._anew = fingerprint, anew
 
     def first(self) -> None:
@@ -111,20 +106,8 @@ class Validation:
             loss = self._evaluate(state)
             if not last:
                 self._between(state.step)
-        if loss is not None and (state.best is None or loss < state.best["loss"]):
-            before, state.best = state.best, {"step": state.step, "loss": loss}
-            state.stale = 0  # the save must hold both
-            if not self._keep(state):
-                state.best = before
-        else:
-            state.stale += 1
-        if self._patience and not last and self._agreed(state.stale >= self._patience):
-            self._end_early(state)
-
-    def _end_early(self, state: State) -> None:
-        state.ended = True
-        best = {f"best_{name}": value for name, value in (state.best or {}).items()}
-        state.run.events.emit("early_stop", state.step, validations=state.stale, **best)
+        if self._best is not None:
+            self._best(state, loss, last=last)
 
     def _evaluate(self, state: State) -> float | None:
         """Measure and emit the event. -> the loss, None if it is not finite."""
@@ -158,7 +141,7 @@ def changes_since(
     first = earlier_by_name.get("first")
     others = first is not None and not now.same_rows(ByRow.of(first["rows"]))
     if others:
-        state.best, state.stale = None, 0
+        forget_validations(state)
     if first is None or others:
         first = {"step": state.step, "loss": loss, "rows": rows}
         state.heldout = {"first": first, "fingerprint": fingerprint}
@@ -211,7 +194,8 @@ def refuse_other_rows(run: Run, held_out: Examples | None, data: Data) -> None:
 def begin_anew(state: State, fingerprint: str) -> bool:
     """True if nothing was measured on these documents yet. Results on other documents are then dropped."""
     if state.heldout.get("fingerprint", fingerprint) != fingerprint:
-        state.heldout, state.best, state.stale = {}, None, 0
+        state.heldout = {}
+        forget_validations(state)
     return not state.heldout and state.best is None
 
 
@@ -225,7 +209,7 @@ def validation_of(
     tokens: int,
     every: int,
     patience: int,
-    saves: Save,
+    keep: Callable[[State], bool] | None,
     heldout_of: HeldoutOf | None = None,
 ) -> list[Validation]:
     """Create the Validation, in batches of `tokens`; [] if nothing is held out.
@@ -234,7 +218,6 @@ def validation_of(
     """
     from unfreeze.data import validation_batches
     from unfreeze.evaluate.perplexity import heldout
-    from unfreeze.train.together import save_together
 
     if dataset.validation is None:
         return []
@@ -246,9 +229,6 @@ def validation_of(
         if heldout_of is not None:
             return heldout_of(state.model, batches, group)
         return heldout(state.model, batches, bytes_total=total, group=group)
-
-    def keep(state: State) -> bool:
-        return save_together(state, saves.keep, saves.on_full_disk, group) is not None
 
     between = partial(samples.say, "during")
     fingerprint = examples.fingerprint()
