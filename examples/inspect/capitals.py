@@ -1,4 +1,4 @@
-"""A task for Inspect (inspect_ai) that asks a model behind `unfreeze serve`. See README.md beside this file."""
+"""A task for Inspect (inspect_ai) that asks a model behind `unfreeze serve`. See README.md beside it."""
 
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
