@@ -23,7 +23,6 @@ from unfreeze.core.schema import (
     BaselineEvent,
     DataEvent,
     EarlyStopEvent,
-    ScoreEvent,
     EndEvent,
     EvalEvent,
     Event,
@@ -33,15 +32,16 @@ from unfreeze.core.schema import (
     ReceiptEvent,
     RolloutEvent,
     SaveEvent,
+    ScoreEvent,
     StartEvent,
     TrainEvent,
     WarningEvent,
 )
 from unfreeze.core.units import format_bytes, format_seconds
 from unfreeze.report.baselines import baseline_line
+from unfreeze.report.curves import measure_name, score_value
 from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers, unreached
 from unfreeze.report.forecast import forecast_words
-from unfreeze.report.curves import measure_name, score_value
 from unfreeze.report.run import decimal_bytes, early_words, load_words
 from unfreeze.report.tables import plan_table, receipt_table, receipt_text, receipt_verdict
 from unfreeze.tracking.console import PipeConsole
