@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +39,24 @@ class MatrixPlace:
     projection: str = ""  # "": a linear layer; "gate_up_proj" (without a gate "up_proj"), "down_proj"
     expert: int = 0
     half: int | None = None
+
+
+class Changes(Protocol):
+    """ΔW by place. projections: site -> the projections that change, ("",) of a linear layer."""
+
+    projections: dict[str, tuple[str, ...]]
+
+    def of(self, place: MatrixPlace) -> Tensor: ...
+
+
+@dataclass
+class NoChanges:
+    """A checkpoint without an adapter."""
+
+    projections: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+
+    def of(self, place: MatrixPlace) -> Tensor:
+        raise KeyError(place)
 
 
 class Deltas:
