@@ -104,6 +104,25 @@ class Deltas:
             rows.copy_(half)
         return both
 
+    def factors(self, site: str) -> dict[tuple[str, int | None], tuple[Tensor, Tensor, float]]:
+        """(projection, GATE, UP or None) -> (A [R, in], B [out, R], scale); [E, …] of experts.
+
+        ΔW = scale · B A. The rank R may differ between gate_up_proj and down_proj.
+        """
+        decoded, owner = self._decoded(site), self._owner(site)
+        state = decoded.state
+        if isinstance(owner, Linear):
+            return {("", None): (state["A"], state["B"], decoded.scale)}
+        pairs: dict[tuple[str, int | None], tuple[Tensor, Tensor, float]] = {}
+        if "gate_up_B" in state:
+            parts = owner.before
+            halves = zip(state["gate_up_A"].chunk(parts, 1), state["gate_up_B"].chunk(parts, 1), strict=True)
+            for half, (A, B) in enumerate(halves):
+                pairs[owner.first, half if parts > 1 else None] = (A, B, decoded.scale)
+        if "down_B" in state:
+            pairs["down_proj", None] = (state["down_A"], state["down_B"], decoded.down_scale)
+        return pairs
+
     def _decoded(self, site: str) -> Decoded:
         layer = _layer(f".{site}.")
         if self._held[0] != layer:

@@ -8,7 +8,7 @@ llama-cpp-python), whose names of keys are gguf's (gguf/constants.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from unfreeze.core.errors import ConfigError
@@ -173,15 +173,12 @@ def _rotary(shape: Shape, arch: str) -> Iterator[tuple[str, Value]]:
         yield "rope.scaling.type", "linear"
         yield "rope.scaling.factor", computed.factor
     if computed.kind == "yarn":
-        table = rope_parameters(shape.config)
         yield "rope.scaling.type", "yarn"
         yield "rope.scaling.factor", computed.factor
         yield "rope.scaling.original_context_length", original_context(shape)
         # llama.cpp multiplies by YaRN's own 0.1 ln(factor) + 1
         if not math.isclose(extra := shape.rope.attention_factor / yarn_mscale(computed.factor), 1.0):
             yield "rope.scaling.attn_factor", extra
-        if table.get("attention_factor") is not None:
-            yield "rope.scaling.yarn_attn_factor", float(table["attention_factor"])
         yield "rope.scaling.yarn_beta_fast", 32.0
         yield "rope.scaling.yarn_beta_slow", 1.0
     if computed.kind == "longrope":
@@ -202,7 +199,7 @@ def _attention(shape: Shape, arch: str) -> Iterator[tuple[str, Value]]:
     """Windows and caps."""
     config = shape.config
     if arch == "phi3":
-        yield "attention.sliding_window", int(config["sliding_window"] or 0)
+        yield "attention.sliding_window", int(config.get("sliding_window") or 0)
     if arch in ("gemma2", "gemma3", "gemma4", "gpt-oss"):
         yield "attention.sliding_window", int(config["sliding_window"])
     if arch in ("gemma3", "gemma4"):
@@ -264,5 +261,3 @@ def divisors(rope: Rope) -> list[float]:
     plain = [theta ** (-2 * i / width) for i in range(width // 2)]
     return [p / f if f else 1e30 for p, f in zip(plain, rope.inverse_frequency, strict=True)]
 
-
-Rows = Callable[[int], int]

@@ -20,7 +20,6 @@ from unfreeze.compress.deltas import GATE, UP
 from unfreeze.compress.gguf.families import Family, divisors
 from unfreeze.compress.gguf.weights import Weights
 from unfreeze.core.errors import ConfigError
-from unfreeze.models.blocks.experts import Experts
 
 BLOCK = 32  # weights of a row that share a scale in q8_0
 _ROUTER = re.compile(r"blk\.\d+\.ffn_gate_inp(_shexp)?\.weight")
@@ -43,10 +42,6 @@ class Planned:
 
 def planned(weights: Weights, family: Family, to: str) -> list[Planned]:
     """Every tensor of the file, in the model's order. to: "BF16" or "Q8_0"."""
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == family.arch)
-    names = get_tensor_name_map(arch, weights.shape.num_layers)
     tensors: list[Planned] = []
     for parameter, shape in weights.parameters.items():
         site = next((site for site in weights.stacks if parameter.startswith(f"{site}.")), "")
@@ -57,7 +52,7 @@ def planned(weights: Weights, family: Family, to: str) -> list[Planned]:
         if site:
             tensors += _expert_biases(weights, parameter, shape)
             continue
-        name = _named(names, disk)
+        name = gguf_name(weights, family, parameter)
         _check_bias(name, disk, family)
         read = partial(_read, weights, family, parameter, name)
         if shape[0] == 1 and name.endswith("_shexp.weight"):
@@ -76,8 +71,13 @@ def kind_of(name: str, shape: tuple[int, ...], to: str) -> str:
     return "BF16" if to == "Q8_0" and shape[-1] % BLOCK else to
 
 
-def _named(names: object, disk: str) -> str:
-    """gguf's name of a published one."""
+def gguf_name(weights: Weights, family: Family, parameter: str) -> str:
+    """gguf's name of a parameter. Raises ConfigError for one that llama.cpp does not have in this family."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == family.arch)
+    names = get_tensor_name_map(arch, weights.shape.num_layers)
+    disk = weights.disk_name(parameter)
     for whole, part in (
         (r"(.*layers\.\d+\.).*e_score_correction_bias", "block_sparse_moe.e_score_correction.bias"),
         (r"(.*layers\.\d+\.)layer_scalar", "layer_scalar.weight"),
@@ -90,7 +90,7 @@ def _named(names: object, disk: str) -> str:
         return f"blk.{layer[1]}.ffn_gate_inp.scale"
     if disk.endswith(".router.per_expert_scale") and layer:
         return f"blk.{layer[1]}.ffn_down_exps.scale"
-    name = names.get_name(disk, try_suffixes=(".weight", ".bias"))  # pyright: ignore
+    name = names.get_name(disk, try_suffixes=(".weight", ".bias"))
     if name is None:
         raise ConfigError(
             f"llama.cpp has no tensor for {disk} in this family", next="serve it here: unfreeze serve"
@@ -185,6 +185,3 @@ def _rope_tensors(weights: Weights, family: Family) -> Iterator[Planned]:
 def _once(numbers: list[float]) -> Iterator[Tensor]:
     yield torch.tensor(numbers, dtype=torch.float32)
 
-
-def stacks(weights: Weights) -> dict[str, Experts]:
-    return weights.stacks
