@@ -122,7 +122,7 @@ def _gemma(shape: Shape, family: Family) -> Iterator[str]:
         if any((kind == SLIDING) != (index % 2 == 0) for index, kind in enumerate(shape.layer_types)):
             yield "layer_types: it has every second layer full, the first with a window"
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-            if not config[name]:
+            if not config.get(name):
                 yield f"{name} null"
     if arch == "gemma4":
         full = config.get("rope_parameters", {}).get(FULL, {})
