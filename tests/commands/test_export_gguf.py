@@ -17,13 +17,24 @@ def base(tmp_path_factory):
 
 
 def test_a_checkpoint_for_ollama(base, tmp_path, capsys):
-    assert cli.main(["export", str(base), "--for", "ollama", "--type", "q8_0", "--out", str(tmp_path / "o"), "--json"]) == 0
+    assert (
+        cli.main(
+            ["export", str(base), "--for", "ollama", "--type", "q8_0", "--out", str(tmp_path / "o"), "--json"]
+        )
+        == 0
+    )
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     file = tmp_path / "o" / "mine-q8_0.gguf"
     assert result["path"] == str(file) and result["pre"] == "qwen2" and result["bytes"] == file.stat().st_size
     fields = {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
-    assert fields["general.architecture"] == "qwen3" and fields["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q8_0
-    assert fields["general.name"] == "mine" and len(fields["tokenizer.ggml.tokens"]) == fields["qwen3.vocab_size"]
+    assert (
+        fields["general.architecture"] == "qwen3"
+        and fields["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q8_0
+    )
+    assert (
+        fields["general.name"] == "mine"
+        and len(fields["tokenizer.ggml.tokens"]) == fields["qwen3.vocab_size"]
+    )
     text = (tmp_path / "o" / "Modelfile").read_text()
     assert text.startswith("FROM ./mine-q8_0.gguf\nTEMPLATE") and 'PARAMETER stop "<|im_end|>"' in text
     assert sorted(path.name for path in (tmp_path / "o").iterdir()) == ["Modelfile", "mine-q8_0.gguf"]
@@ -44,7 +55,9 @@ def test_bad_input_has_one_line_each(base, tmp_path, capsys, monkeypatch):
     new = tmp_path / "new.gguf"
     assert "'q4_0' is not one of" in refused([base, "--for", "gguf", "--type", "q4_0"], capsys)
     assert "type is for gguf" in refused([base, "--for", "vllm", "--type", "q8_0"], capsys)
-    assert "no adapter: it is a whole model" in refused([base, "--for", "gguf", "--adapter-only", "--out", new], capsys)
+    assert "no adapter: it is a whole model" in refused(
+        [base, "--for", "gguf", "--adapter-only", "--out", new], capsys
+    )
     assert "ollama needs a whole model" in refused([base, "--for", "ollama", "--adapter-only"], capsys)
     assert "push and base-id are for adapters" in refused([base, "--for", "gguf", "--push", "a/b"], capsys)
 

@@ -38,7 +38,9 @@ STRINGS = 10_000
 
 def by_llama_cpp(programs, folder, model, **task):
     out = folder / ("o.json" if "texts" in task else "o.npy")
-    (folder / "task.json").write_text(json.dumps({"model": str(model), "out": str(out), **task}), encoding="utf-8")
+    (folder / "task.json").write_text(
+        json.dumps({"model": str(model), "out": str(out), **task}), encoding="utf-8"
+    )
     done = subprocess.run([programs / "python", READ, folder / "task.json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(out.read_text()) if "texts" in task else np.load(out)
@@ -100,7 +102,12 @@ def strings():
     chinese = "的一是在不了有和人这中大为上个国我以要他时来用们生到作地于出就分对成会可主发年动同工也能下过子说产种面而方后多定行学法所民得经十三之进着等部度家电力里如水化高自二理起小物现实加量都两体制机当使点从业本去把性好应开它合还因由其些然前外天政四日那社义事平形相全表间样与关各重新线内数正心反你明看原又么利比或但质气第向道命此变条只没结解问意建月公无系军很情者最立代想已通并提直题党程展五果料象员革位入常文总次品式活设及管特件长求老头基资边流路级少图山统接知较将组见计别她手角期根论运农指几九区强放决西被干做必战先回则任取据处"
     marks = "，。！？；：“”《》（）、 \n12ab"
     for _ in range(STRINGS * 3 // 10):
-        chosen.append("".join(draw.choice(marks) if draw.random() < 0.15 else draw.choice(chinese) for _ in range(draw.randint(1, 40))))
+        chosen.append(
+            "".join(
+                draw.choice(marks) if draw.random() < 0.15 else draw.choice(chinese)
+                for _ in range(draw.randint(1, 40))
+            )
+        )
     ranges = [(0x20, 0x7F), (0xA0, 0x180), (0x391, 0x3CA), (0x410, 0x450), (0x5D0, 0x5EB), (0x621, 0x64B), (0x905, 0x93A),
               (0xE01, 0xE31), (0x3041, 0x3097), (0xAC00, 0xAD00), (0x1F600, 0x1F640)]  # fmt: skip
     for _ in range(STRINGS * 2 // 10):
@@ -111,7 +118,12 @@ def strings():
             text += draw.choice(["", " ", "  ", "\n", "\t", "'s", "'LL", "1234", "..."])
         chosen.append(text)
     while len(chosen) < STRINGS:
-        chosen.append("".join(draw.choice([" ", "  ", "\n", "\n\n", "\t", "a", "the", "7", "19", "=="]) for _ in range(draw.randint(1, 20))))
+        chosen.append(
+            "".join(
+                draw.choice([" ", "  ", "\n", "\n\n", "\t", "a", "the", "7", "19", "=="])
+                for _ in range(draw.randint(1, 20))
+            )
+        )
     return [unicodedata.normalize("NFC", text) for text in chosen]
 
 
@@ -119,7 +131,15 @@ def trained(folder, rules, whole=False):
     """A byte-level BPE of 4,000 ids that was trained on the strings, with the rules of a release."""
     tokenizer = Tokenizer(kinds.BPE(ignore_merges=whole))
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rules or rules == "digits")
-    first = [] if not rules else [pre_tokenizers.Digits(True) if rules == "digits" else pre_tokenizers.Split(Regex(rules), "isolated")]
+    first = (
+        []
+        if not rules
+        else [
+            pre_tokenizers.Digits(True)
+            if rules == "digits"
+            else pre_tokenizers.Split(Regex(rules), "isolated")
+        ]
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, last])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -135,20 +155,22 @@ def pieces(folder):
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "always")
     controls = [AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")]
     names = [*controls, *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=4000, special_tokens=names, limit_alphabet=900, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=4000, special_tokens=names, limit_alphabet=900, show_progress=False
+    )
     tokenizer.train_from_iterator([text.replace("\n", " ") for text in strings()], trainer)
     file = json.loads(tokenizer.to_str())
     file["added_tokens"] = [token for token in file["added_tokens"] if not token["content"].startswith("<0x")]
     tokenizer = Tokenizer.from_str(json.dumps(file))
     tokenizer.pre_tokenizer = None
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return written(tokenizer, folder, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
 
 
-@pytest.mark.parametrize(
-    "kind", ["qwen2", "llama-bpe", "dbrx", "gpt-2", "starcoder", "default"]
-)
+@pytest.mark.parametrize("kind", ["qwen2", "llama-bpe", "dbrx", "gpt-2", "starcoder", "default"])
 def test_tokens_of_10_000_strings(kind, programs, tmp_path):
     rules = {"qwen2": QWEN2, "llama-bpe": LLAMA3, "dbrx": LLAMA3, "gpt-2": "", "starcoder": "digits"}
     folder = tmp_path / "t"

@@ -47,7 +47,7 @@ def export_gguf(config: Asked, common: Common) -> dict[str, Any]:
 
     -> path, for, type, bytes, tensors, pre (the tokenizer's splitter), modelfile.
     """
-    from unfreeze.compress.gguf.file import check_disk, need_gguf, nbytes, write_gguf
+    from unfreeze.compress.gguf.file import check_disk, nbytes, need_gguf, write_gguf
     from unfreeze.generate.source import open_source
 
     need_gguf()
@@ -125,13 +125,11 @@ def _name(config: Asked, source: ModelSource) -> str:
     return Path(config.run).resolve().name if Path(config.run).is_dir() else source.base.rpartition("/")[2]
 
 
-def _modelfile(
-    path: Path, manifest: Manifest, source: ModelSource, vocabulary: Vocabulary | None
-) -> str:
+def _modelfile(path: Path, manifest: Manifest, source: ModelSource, vocabulary: Vocabulary | None) -> str:
     """Write the Modelfile beside the GGUF -> its path."""
     from unfreeze.compress.gguf.modelfile import form_of, modelfile
-    from unfreeze.data.tokens.tokenizer import load_tokenizer
     from unfreeze.config.template import template_values
+    from unfreeze.data.tokens.tokenizer import load_tokenizer
 
     assert vocabulary is not None
     tokenizer = load_tokenizer(manifest.path, template_variables=template_values(source.template_variables))

@@ -69,7 +69,9 @@ class Made(NamedTuple):
 
 
 MADE = {
-    "llama": Made("Llama", {"head_dim": 24, "rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    "llama": Made(
+        "Llama", {"head_dim": 24, "rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}
+    ),
     "llama-tied": Made("Llama", {"tie_word_embeddings": True}),
     "mistral": Made("Mistral", {"sliding_window": None, "head_dim": 24}),
     "qwen2": Made("Qwen2", {"rope_parameters": YARN}),
@@ -83,7 +85,13 @@ MADE = {
     "gemma4": Made("Gemma4", GEMMA4, "Gemma4TextConfig"),
     "gemma4-experts": Made(
         "Gemma4",
-        {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+        {
+            **GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
         "Gemma4TextConfig",
     ),
     "gpt_oss": Made(
@@ -130,7 +138,16 @@ def checkpoint(name: str, folder: Path, **fields: Any) -> Path:
 def byte_level(folder: Path, rules: str = QWEN2, **settings: Any) -> Path:
     """A byte-level BPE tokenizer with Qwen 2's rules (or others), a few merges and ChatML."""
     vocab = {char: id for id, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n"), ("Ġ", "1"), ("æ", "ĺ"), ("æĺ", "¯"), ("Ċ", "Ċ")]
+    merges = [
+        ("t", "h"),
+        ("th", "e"),
+        ("Ġ", "the"),
+        ("i", "n"),
+        ("Ġ", "1"),
+        ("æ", "ĺ"),
+        ("æĺ", "¯"),
+        ("Ċ", "Ċ"),
+    ]
     for first, second in merges:
         vocab[first + second] = len(vocab)
     tokenizer = Tokenizer(kinds.BPE(vocab=vocab, merges=merges))
@@ -140,7 +157,10 @@ def byte_level(folder: Path, rules: str = QWEN2, **settings: Any) -> Path:
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    controls = [AddedToken(text, special=True, normalized=False) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    controls = [
+        AddedToken(text, special=True, normalized=False)
+        for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    ]
     tokenizer.add_special_tokens(controls)
     tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     return written(tokenizer, folder, {"eos_token": "<|im_end|>", "chat_template": CHATML, **settings})
@@ -170,4 +190,3 @@ def gguf_of(folder: Path, to: str, name: str = "tiny") -> Path:
     path = folder / f"{to}.gguf"
     write_gguf(path, family.arch, table, planned(weights, family, to))
     return path
-

@@ -18,14 +18,17 @@ PHI3 = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 QWEN25 = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}" + CHATML
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
+    + CHATML
 )
 MISTRAL = (
     "{% for m in messages %}{% if m.role == 'user' %}[INST] {% if loop.first %}{% endif %}{{ m.content }} [/INST]"
     "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% else %}{{ m.content }}\n\n{% endif %}{% endfor %}"
 )
 NUMBERED = "{% for m in messages %}<|{{ loop.index }}|>{{ m.role }}: {{ m.content }}\n{% endfor %}"
-LATER = CHATML.replace("{{ m.content }}", "{% if not loop.last %}<{{ m.content }}>{% else %}{{ m.content }}{% endif %}")
+LATER = CHATML.replace(
+    "{{ m.content }}", "{% if not loop.last %}<{{ m.content }}>{% else %}{{ m.content }}{% endif %}"
+)
 REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
 
 
@@ -68,12 +71,18 @@ def go(text, turns):
     for case in body.split("{{ else }}"):
         role, _, inner = case.removeprefix('{{ if eq .Role "').partition('" }}')
         around[role] = inner
-    return head + "".join(around[turn["role"]].replace("{{ .Content }}", turn["content"]) for turn in turns) + opening
+    return (
+        head
+        + "".join(around[turn["role"]].replace("{{ .Content }}", turn["content"]) for turn in turns)
+        + opening
+    )
 
 
 def test_the_file():
     form = form_of(renderer(CHATML))
     text = modelfile("m.gguf", form, ["<|im_end|>", "", '"'])
-    assert text.startswith('FROM ./m.gguf\nTEMPLATE """{{ range .Messages }}{{ if eq .Role "system" }}<|im_start|>system\n')
+    assert text.startswith(
+        'FROM ./m.gguf\nTEMPLATE """{{ range .Messages }}{{ if eq .Role "system" }}<|im_start|>system\n'
+    )
     assert text.endswith('<|im_start|>assistant\n"""\nPARAMETER stop "<|im_end|>"\n')
     assert modelfile("m.gguf", None, ["</s>"]) == 'FROM ./m.gguf\nPARAMETER stop "</s>"\n'

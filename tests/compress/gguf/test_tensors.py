@@ -38,7 +38,11 @@ def from_gguf(name, folder, file):
     config = transformers.AutoConfig.from_pretrained(folder)
     model_class = class_of(name)
     if name == "mistral":
-        table = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "sliding_window")}
+        table = {
+            key: value
+            for key, value in config.to_dict().items()
+            if key not in ("model_type", "sliding_window")
+        }
         config, model_class = transformers.LlamaConfig(**table), transformers.LlamaForCausalLM
     return model_class.from_pretrained(
         folder, gguf_file=file.name, config=config, dtype=torch.float32, attn_implementation="eager"
@@ -64,7 +68,9 @@ def test_logits_are_the_checkpoints(name, tiny):
         for key, weight in model.named_parameters():
             if weight.dim() > 1 and not re.search(r"(mlp|moe)\.gate\.|shared_expert_gate", key):
                 kind = gguf.GGMLQuantizationType.Q8_0
-                weight.copy_(torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind)))
+                weight.copy_(
+                    torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind))
+                )
         now = model(IDS).logits
     assert apart(now, expected) > 1e-2  # control: rounding does something
     assert apart(from_gguf(name, folder, file), now) < 1e-3
@@ -98,7 +104,10 @@ def test_gpt_oss_has_gate_and_up_apart(tiny):
     theirs, file = load_file(folder / "model.safetensors"), read(gguf_of(folder, "BF16"))
     for layer in range(2):
         own, block = f"model.layers.{layer}", f"blk.{layer}"
-        fused, bias = theirs[f"{own}.mlp.experts.gate_up_proj"], theirs[f"{own}.mlp.experts.gate_up_proj_bias"]
+        fused, bias = (
+            theirs[f"{own}.mlp.experts.gate_up_proj"],
+            theirs[f"{own}.mlp.experts.gate_up_proj_bias"],
+        )
         pairs = {
             "ffn_gate_exps.weight": fused.mT[:, 0::2],
             "ffn_up_exps.weight": fused.mT[:, 1::2],

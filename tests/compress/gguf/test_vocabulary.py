@@ -40,7 +40,9 @@ def test_byte_level_bpe(tmp_path):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokens, types = table["tokenizer.ggml.tokens"], table["tokenizer.ggml.token_type"]
     assert len(tokens) == len(types) == ROWS
-    assert tokens[: tokenizer.get_vocab_size()] == [tokenizer.id_to_token(id) for id in range(tokenizer.get_vocab_size())]
+    assert tokens[: tokenizer.get_vocab_size()] == [
+        tokenizer.id_to_token(id) for id in range(tokenizer.get_vocab_size())
+    ]
     kind = dict(zip(tokens, types, strict=True))
     assert kind["<|im_end|>"] == gguf.TokenType.CONTROL and kind["<think>"] == gguf.TokenType.USER_DEFINED
     assert kind["Ġthe"] == gguf.TokenType.NORMAL and kind[f"[PAD{ROWS - 1}]"] == gguf.TokenType.UNUSED
@@ -55,11 +57,15 @@ def test_byte_level_bpe(tmp_path):
 def test_transformers_reads_the_same_tokens_from_the_file(tmp_path):
     folder = byte_level(tmp_path / "t")
     voc = vocabulary_of(folder, ROWS, "qwen2")
-    write_gguf(folder / "v.gguf", "qwen2", {"general.name": "t", "qwen2.context_length": 64}, [], [voc.add_to])
+    write_gguf(
+        folder / "v.gguf", "qwen2", {"general.name": "t", "qwen2.context_length": 64}, [], [voc.add_to]
+    )
     theirs = transformers.AutoTokenizer.from_pretrained(folder, gguf_file="v.gguf")
     ours = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for text in TEXTS:
-        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text, add_special_tokens=False).ids
+        assert (
+            theirs.encode(text, add_special_tokens=False) == ours.encode(text, add_special_tokens=False).ids
+        )
 
 
 def pieces(folder, **settings):
@@ -68,10 +74,16 @@ def pieces(folder, **settings):
     for text in ["▁", *"abcdth", "th", "▁a", "ab", "▁ab"]:
         vocab[text] = len(vocab)
     merges = [("t", "h"), ("▁", "a"), ("a", "b"), ("▁a", "b")]
-    tokenizer = Tokenizer(kinds.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer = Tokenizer(
+        kinds.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<s>", "</s>")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in ("<s>", "</s>")]
+    )
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
     return written(tokenizer, folder, {**names, **settings})
 

@@ -8,12 +8,13 @@ machine may not have although its processor does.
 import ctypes
 import json
 import sys
+from pathlib import Path
 
 import llama_cpp as lib
 import numpy as np
 
 lib.llama_backend_init()
-task = json.load(open(sys.argv[1], encoding="utf-8"))
+task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
 settings = lib.llama_model_default_params()
 settings.n_gpu_layers, settings.use_extra_bufts = 0, False
 settings.vocab_only = "texts" in task
@@ -29,7 +30,7 @@ if "texts" in task:
         count = lib.llama_tokenize(vocab, content, len(content), room, len(room), False, False)
         assert count >= 0, text
         ids.append(room[:count])
-    json.dump(ids, open(task["out"], "w", encoding="utf-8"))
+    Path(task["out"]).write_text(json.dumps(ids), encoding="utf-8")
     sys.exit()
 
 settings = lib.llama_context_default_params()
@@ -53,6 +54,7 @@ for place, id in enumerate(ids):
 assert lib.llama_decode(context, batch) == 0
 width = lib.llama_vocab_n_tokens(vocab)
 rows = [
-    np.ctypeslib.as_array(lib.llama_get_logits_ith(context, place), shape=(width,)).copy() for place in range(len(ids))
+    np.ctypeslib.as_array(lib.llama_get_logits_ith(context, place), shape=(width,)).copy()
+    for place in range(len(ids))
 ]
 np.save(task["out"], np.stack(rows))

@@ -86,7 +86,7 @@ def _not_held(shape: Shape, family: Family) -> Iterator[str]:
     if shape.moe is not None and shape.moe.dense_layers and arch != "gemma4":
         yield f"layers without experts (layer {min(shape.moe.dense_layers)}) beside layers with them"
     if family.square and shape.num_heads * shape.head_dim != shape.hidden_size:
-        yield f"head_dim {shape.head_dim}: it takes hidden_size / heads = {shape.hidden_size // shape.num_heads}"
+        yield f"head_dim {shape.head_dim}: it takes hidden_size / heads"
     if kind == "llama3" and not family.pairs:
         yield "rope type llama3 in this family"
     if kind == "longrope" and arch != "phi3":
@@ -222,7 +222,9 @@ def _gemma4(shape: Shape) -> Iterator[tuple[str, Value]]:
     full = [kind != SLIDING for kind in shape.layer_types]
     yield (
         "attention.head_count_kv",
-        shape.num_kv_heads if keys == shape.num_kv_heads else [keys if of else shape.num_kv_heads for of in full],
+        shape.num_kv_heads
+        if keys == shape.num_kv_heads
+        else [keys if of else shape.num_kv_heads for of in full],
     )
     yield "rope.dimension_count_swa", shape.head_dim
     yield "attention.shared_kv_layers", 0
@@ -250,7 +252,11 @@ def remarks(shape: Shape, family: Family) -> Iterator[str]:
             "longrope: llama.cpp takes the long or the short table by the context it is started with, not by"
             " each text's length"
         )
-    if computed is not None and computed.kind == "yarn" and rope_parameters(shape.config).get("truncate") is False:
+    if (
+        computed is not None
+        and computed.kind == "yarn"
+        and rope_parameters(shape.config).get("truncate") is False
+    ):
         yield "llama.cpp rounds the ends of YaRN's ramp, which this model does not: angles differ slightly"
 
 
@@ -260,4 +266,3 @@ def divisors(rope: Rope) -> list[float]:
     theta, width = rope.computed.theta, rope.computed.width
     plain = [theta ** (-2 * i / width) for i in range(width // 2)]
     return [p / f if f else 1e30 for p, f in zip(plain, rope.inverse_frequency, strict=True)]
-

@@ -1,4 +1,4 @@
-"""An adapter as GGUF-LoRA: NAME.lora_a [R, in] and NAME.lora_b [out, R] in float32, beside any GGUF of its base.
+"""An adapter as GGUF-LoRA, beside any GGUF of its base: NAME.lora_a [R, in], NAME.lora_b [out, R], float32.
 
 llama.cpp adds alpha / R · B A x, with one alpha for the file; a site of another scale has its B multiplied.
 Stacked experts have [E, R, in] and [E, out, R]. Source: llama.cpp, src/llama-adapter.cpp and llama-graph.cpp.
@@ -27,14 +27,21 @@ MERGE = "without --adapter-only, which merges it, or unfreeze merge"
 
 def planned_lora(weights: Weights, deltas: Deltas, family: Family) -> tuple[list[Planned], dict[str, Value]]:
     """The adapter's tensors and settings. Raises ConfigError for a module that GGUF-LoRA cannot hold."""
-    scales = {site: [scale * A.shape[-2] for A, _, scale in deltas.factors(site).values()] for site in deltas.projections}
+    scales = {
+        site: [scale * A.shape[-2] for A, _, scale in deltas.factors(site).values()]
+        for site in deltas.projections
+    }
     alpha = next(iter(scales.values()))[0]
     tensors: list[Planned] = []
     for site in deltas.projections:
         for name, A, B in _pairs(weights, deltas, family, site, alpha):
             tensors.append(Planned(f"{name}.lora_a", tuple(A.shape), "F32", partial(_once, A)))
             tensors.append(Planned(f"{name}.lora_b", tuple(B.shape), "F32", partial(_once, B)))
-    settings: dict[str, Value] = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": alpha}
+    settings: dict[str, Value] = {
+        "general.type": "adapter",
+        "adapter.type": "lora",
+        "adapter.lora.alpha": alpha,
+    }
     return tensors, settings
 
 
@@ -51,9 +58,7 @@ def _pairs(
         A, B = A.float(), B.float() * (scale * A.shape[-2] / alpha)
         if not projection:
             if site == "lm_head" and shape.tied:
-                raise ConfigError(
-                    "a GGUF of a tied head has no tensor for an adapter of lm_head", next=MERGE
-                )
+                raise ConfigError("a GGUF of a tied head has no tensor for an adapter of lm_head", next=MERGE)
             name = gguf_name(weights, family, f"{site}.weight")
             if name.endswith("_shexp.weight") and "gate_inp" in name:
                 raise ConfigError(f"llama.cpp applies no adapter of {site}", next=MERGE)

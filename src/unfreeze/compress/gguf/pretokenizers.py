@@ -1,8 +1,8 @@
 """The name in tokenizer.ggml.pre: how llama.cpp splits a text into words before byte-level BPE merges.
 
 llama.cpp has each known way in its code, under a name. Its converter finds the name by a fingerprint: the
-SHA-256 of the ids of one text that exercises every rule. A fingerprint is of one vocabulary, so a tokenizer of
-known rules with ids of its own has another; then the rules in tokenizer.json are compared, word for word.
+SHA-256 of the ids of one text that exercises every rule. A fingerprint is of one vocabulary, so a tokenizer
+of known rules with ids of its own has another; then the rules in tokenizer.json are compared, word for word.
 A wrong name gives a model other tokens than it was trained with, so an unknown one is refused.
 
 Source: llama.cpp, conversion/base.py get_vocab_base_pre and src/llama-vocab.cpp, of llama-cpp-python 0.3.36.
@@ -51,7 +51,7 @@ def pre_of(backend: tokenizers.Tokenizer, file: Mapping[str, Any]) -> str:
     if name is None:
         raise ConfigError(
             f"llama.cpp does not know how this tokenizer splits words (fingerprint {print_[:12]}…)",
-            next="serve it here: unfreeze serve; for a GGUF, train with the tokenizer of a release that it runs",
+            next="serve it here: unfreeze serve; or train with the tokenizer of a release that it runs",
         )
     return name
 
@@ -80,10 +80,10 @@ def _rules(file: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 TEXT = (
-    '\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) '
-    '😶\u200d🌫️ (multiple emojis concatenated) ✅ 🦙🦙 3 33 333 3333 '
-    '33333 333333 3333333 33333333 3.3 3..3 3...3 កាន់តែពិសេសអាច😁 '
-    '?我想在apple工作1314151天～ ------======= нещо на Български \'\'\'\'\'\'```````""""..'
+    "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) "
+    "😶\u200d🌫️ (multiple emojis concatenated) ✅ 🦙🦙 3 33 333 3333 "
+    "33333 333333 3333333 33333333 3.3 3..3 3...3 កាន់តែពិសេសអាច😁 "
+    "?我想在apple工作1314151天～ ------======= нещо на Български ''''''```````\"\"\"\".."
     "....!!!!!!?????? I've been 'told he's there, 'RE you sure? "
     "'M not sure I'll make it, 'D you like some tea? We'Ve a'lL"
 )
@@ -158,7 +158,6 @@ BY_FINGERPRINT: Mapping[str, str] = {
     "36f3066e97b7f3994b379aaacde306c1444c6ae84e81a5ae3cd2b7ed3b8c42d4": "minicpm5",
     "f4f37b6c8eb9ea29b3eac6bb8c8487c5ab7885f8d8022e67edc1c68ce8403e95": "minimax-m2",
     "a0b64b4385f123663873756336c085744376d015ff328bb1d901598f63c44152": "modern-bert",
-    "b6dc8df998e1cfbdc4eac8243701a65afe638679230920b50d6f17d81c098166": "mpt",
     "b6dc8df998e1cfbdc4eac8243701a65afe638679230920b50d6f17d81c098166": "olmo",
     "fcace8b9cac38ce847670c970cd5892031a753a1ef381abd1d9af00f713da085": "phi-2",
     "0e9433cbbb161f89e264eb32e8e64bfe69e834973ffca5d41d3948a604a3e2a3": "pixtral",

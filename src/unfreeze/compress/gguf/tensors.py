@@ -1,7 +1,8 @@
 """The tensors of a GGUF: name, shape and type, and the rows that are written into each.
 
 llama.cpp wants q's and k's rows of Llama and Mistral in another order, Gemma's norms as 1 + w, and experts
-stacked with gate and up apart. Names are those of gguf's TensorNameMap. Vectors, norms and routers are float32.
+stacked with gate and up apart. Names are those of gguf's TensorNameMap. Vectors, norms and routers are
+float32.
 
 E experts, D model width, I expert width.
 """
@@ -66,7 +67,12 @@ def planned(weights: Weights, family: Family, to: str) -> list[Planned]:
 
 def kind_of(name: str, shape: tuple[int, ...], to: str) -> str:
     """The type of a tensor: rows that are no multiple of 32 stay BF16 in q8_0."""
-    if len(shape) == 1 or name.endswith("_norm.weight") or not name.endswith(".weight") or _ROUTER.fullmatch(name):
+    if (
+        len(shape) == 1
+        or name.endswith("_norm.weight")
+        or not name.endswith(".weight")
+        or _ROUTER.fullmatch(name)
+    ):
         return "F32"
     return "BF16" if to == "Q8_0" and shape[-1] % BLOCK else to
 
@@ -124,7 +130,9 @@ def paired(rows: Tensor, heads: int) -> Tensor:
 
     llama.cpp rotates neighbours; transformers rotates x_i with x_(i+half).
     """
-    return rows.view(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+    return (
+        rows.view(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+    )
 
 
 def _experts(weights: Weights, family: Family, site: str, parameter: str, to: str) -> Iterator[Planned]:
@@ -184,4 +192,3 @@ def _rope_tensors(weights: Weights, family: Family) -> Iterator[Planned]:
 
 def _once(numbers: list[float]) -> Iterator[Tensor]:
     yield torch.tensor(numbers, dtype=torch.float32)
-

@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # gguf.TokenType
 SPACE = "\u2581"  # SentencePiece's spelling of a space
-VISIBLE = frozenset("<|channel> <channel|> <|tool_call> <tool_call|> <|tool_response> <tool_response|>".split())
+VISIBLE = frozenset(
+    "<|channel> <channel|> <|tool_call> <tool_call|> <|tool_response> <tool_response|>".split()
+)
 """Gemma 4's marks of an answer that a reader must see; llama.cpp hides control tokens."""
 
 
 @dataclass
 class Vocabulary:
-    """A tokenizer's tables. stops: texts of the tokens that end an answer. remarks: sentences for the user."""
+    """A tokenizer's tables. stops: texts of the tokens that end an answer. remarks: lines for the user."""
 
     model: str
     pre: str
@@ -91,7 +93,9 @@ def vocabulary_of(folder: Path, rows: int, arch: str) -> Vocabulary:
     pieces = bool(model.get("byte_fallback")) and not _byte_level(file)
     tokens, types = _tokens(backend, file, rows, pieces)
     if arch == "gemma4":
-        types = [USER_DEFINED if token in VISIBLE else kind for token, kind in zip(tokens, types, strict=True)]
+        types = [
+            USER_DEFINED if token in VISIBLE else kind for token, kind in zip(tokens, types, strict=True)
+        ]
     merges = list(_merges(model))
     pre = "" if pieces else pre_of(backend, file)
     with_specials, without = backend.encode("a").ids, backend.encode("a", add_special_tokens=False).ids
@@ -110,7 +114,9 @@ def vocabulary_of(folder: Path, rows: int, arch: str) -> Vocabulary:
         add_eos=len(with_specials) > len(without) and with_specials[-1] == end,
         add_space=tokens[without[0]].startswith(SPACE) if pieces else None,
         template=tokenizer.template.source if tokenizer.template else None,
-        stops=[backend.id_to_token(id) or "" for id in sorted(tokenizer.eos_ids) if id < tokenizer.named_size],
+        stops=[
+            backend.id_to_token(id) or "" for id in sorted(tokenizer.eos_ids) if id < tokenizer.named_size
+        ],
         remarks=remarks,
     )
 
@@ -220,7 +226,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, bytes | int]]:
             size, at = _varint(content, at)
         else:
             size = {1: 8, 5: 4}.get(kind, 0)
-        if not size and kind not in (1, 2, 5) or at + size > len(content):
+        if (not size and kind not in (1, 2, 5)) or at + size > len(content):
             raise CheckpointError("tokenizer.model is not a SentencePiece model", next="remove it")
         yield key >> 3, content[at : at + size]
         at += size
@@ -255,4 +261,4 @@ def _ids(tokenizer: Tokenizer, backend: tokenizers.Tokenizer, file: Mapping[str,
 def _remarks(file: Mapping[str, Any], pieces: bool) -> Iterator[str]:
     normalizer = file.get("normalizer") or {}
     if not pieces and normalizer.get("type") == "NFC":
-        yield "llama.cpp does not compose characters (NFC): decomposed text gets other tokens than in training"
+        yield "llama.cpp does not compose characters (NFC): decomposed text gets other tokens than here"

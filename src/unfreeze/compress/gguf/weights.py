@@ -49,9 +49,7 @@ class Weights:
     @property
     def stacks(self) -> dict[str, Experts]:
         """Site -> the experts there, whose matrices are read one by one."""
-        return {
-            name: module for name, module in self._dense.named_modules() if isinstance(module, Experts)
-        }
+        return {name: module for name, module in self._dense.named_modules() if isinstance(module, Experts)}
 
     def disk_name(self, parameter: str) -> str:
         """The published name of a parameter that is one tensor on disk, without a release's prefix."""
@@ -78,7 +76,9 @@ class Weights:
         """One expert's matrix [out, in], float32; gate's rows and up's as the model has them."""
         for key in ((site, projection, None, None), (site, projection, expert, None)):
             if key in self._homes:
-                return merged(self._work, self._homes[key], self._changes, 0 if key[2] is not None else expert)
+                return merged(
+                    self._work, self._homes[key], self._changes, 0 if key[2] is not None else expert
+                )
         halves = [
             merged(self._work, self._homes[site, projection, expert, half], self._changes, 0)
             for half in (GATE, UP)
