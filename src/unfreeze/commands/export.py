@@ -1,4 +1,4 @@
-"""unfreeze export RUN --for peft|vllm|sglang: write a run's adapter for another program.
+"""unfreeze export RUN --for peft|vllm|sglang|gguf|ollama: write a run for another program.
 
 The written file is read back and compared with the run's adapter.
 
@@ -6,6 +6,9 @@ peft: one stacked A/B pair per MoE layer, as peft >= 0.19 loads it over transfor
 has this layout.
 
 vllm, sglang: two-dimensional tensors per expert, with one r and one lora_alpha for all.
+
+gguf, ollama: the merged model, or any checkpoint, as one file for llama.cpp (bf16 or q8_0); for Ollama with a
+Modelfile. --adapter-only: the adapter alone, as GGUF-LoRA.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pydantic import Field, model_validator
 from tyro.conf import Positional, arg
 
 from unfreeze.checkpoint.manifest import read_json
+from unfreeze.commands.export_gguf import export_gguf
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
@@ -37,16 +41,17 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.models import Decoder
 
-Reader = Literal["peft", "vllm", "sglang"]
+Reader = Literal["peft", "vllm", "sglang", "gguf", "ollama"]
+GGUF = ("gguf", "ollama")
 
 
 class Config(Frozen):
     run: Annotated[ModelName, Positional, arg(metavar="RUN")] = Field(
-        description="run folder or adapter folder"
+        description="run folder or adapter folder; for gguf also a checkpoint"
     )
     reader: Reader = Field(
         default="peft",
-        description="the program that will read the adapter",
+        description="the program that will read it",
         json_schema_extra=about("Options", name="for"),
     )
     layout: Literal["peft", "vllm", "sglang", "per-expert"] | None = Field(
@@ -56,7 +61,11 @@ class Config(Frozen):
         default="", description="base checkpoint of an adapter, if the one it names is not on this machine"
     )
     base_id: str = Field(default="", description="Hub id org/name of the base; default: the adapter's own")
-    out: Folder = Field(default="", description="folder to write; default RUN/export-<reader>")
+    out: Folder = Field(default="", description="folder to write, or FILE.gguf; default RUN/export-<reader>")
+    type: Literal["bf16", "q8_0"] = Field(
+        default="bf16", description="weights of a GGUF: bfloat16, or 8 bits with a scale per 32"
+    )
+    adapter_only: bool = Field(default=False, description="for gguf: the adapter alone, as GGUF-LoRA")
     push: str = Field(
         default="", description="also upload it to the Hub as org/name; a new repository is private"
     )
@@ -71,6 +80,13 @@ class Config(Frozen):
             raise ValueError(
                 f"for {self.reader} and layout {self.layout} contradict each other: give --for alone"
             )
+        only = {"type", "adapter_only"} & self.model_fields_set
+        if only and self.read_by not in GGUF:
+            raise ValueError(f"{min(only).replace('_', '-')} is for gguf: give --for gguf")
+        if self.read_by in GGUF and (self.push or self.base_id):
+            raise ValueError("push and base-id are for adapters of peft, vllm and sglang")
+        if self.read_by == "ollama" and self.adapter_only:
+            raise ValueError("ollama needs a whole model: leave adapter-only out, or give --for gguf")
         return self
 
     @property
@@ -97,6 +113,8 @@ def export(config: Config, common: Common) -> dict[str, Any]:
     """
     from unfreeze.generate.source import open_source
 
+    if config.read_by in GGUF:
+        return export_gguf(config, common)
     if not Path(config.run).is_dir():
         raise ConfigError(
             f"{config.run} is not a folder",
@@ -106,13 +124,15 @@ def export(config: Config, common: Common) -> dict[str, Any]:
         check_push(config.push, yes=config.yes, common=common)
     source, manifest = open_source(config.run, say(common), config.base)
     if (kind := manifest.config.get("model_type")) in ONLY_HERE:
+        what = "it" if source.adapter is None else "the adapter"
         raise ConfigError(
-            f"no program but unfreeze has models of type {kind}, so nothing could load the adapter",
+            f"no program but unfreeze has models of type {kind}, so nothing could load {what}",
             next=f"unfreeze generate {config.run}, or unfreeze serve {config.run}",
         )
     if source.adapter is None:
         raise ConfigError(
-            f"{config.run} has no adapter to export: it is a whole model", next=f"use {source.base} directly"
+            f"{config.run} has no adapter to export: it is a whole model",
+            next=f"use {source.base} directly; for llama.cpp: --for gguf",
         )
     name = config.base_id or _named(source.adapter) or source.base
     if config.push and not (config.base_id or hub_id(name)):

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +39,24 @@ class MatrixPlace:
     projection: str = ""  # "": a linear layer; "gate_up_proj" (without a gate "up_proj"), "down_proj"
     expert: int = 0
     half: int | None = None
+
+
+class Changes(Protocol):
+    """ΔW by place. projections: site -> the projections that change, ("",) of a linear layer."""
+
+    projections: dict[str, tuple[str, ...]]
+
+    def of(self, place: MatrixPlace) -> Tensor: ...
+
+
+@dataclass
+class NoChanges:
+    """A checkpoint without an adapter."""
+
+    projections: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+
+    def of(self, place: MatrixPlace) -> Tensor:
+        raise KeyError(place)
 
 
 class Deltas:
@@ -84,6 +103,25 @@ class Deltas:
         for rows, half in zip(owner.activation.split(both, 0), halves, strict=True):
             rows.copy_(half)
         return both
+
+    def factors(self, site: str) -> dict[tuple[str, int | None], tuple[Tensor, Tensor, float]]:
+        """(projection, GATE, UP or None) -> (A [R, in], B [out, R], scale); [E, …] of experts.
+
+        ΔW = scale · B A. The rank R may differ between gate_up_proj and down_proj.
+        """
+        decoded, owner = self._decoded(site), self._owner(site)
+        state = decoded.state
+        if isinstance(owner, Linear):
+            return {("", None): (state["A"], state["B"], decoded.scale)}
+        pairs: dict[tuple[str, int | None], tuple[Tensor, Tensor, float]] = {}
+        if "gate_up_B" in state:
+            parts = owner.before
+            halves = zip(state["gate_up_A"].chunk(parts, 1), state["gate_up_B"].chunk(parts, 1), strict=True)
+            for half, (A, B) in enumerate(halves):
+                pairs[owner.first, half if parts > 1 else None] = (A, B, decoded.scale)
+        if "down_B" in state:
+            pairs["down_proj", None] = (state["down_A"], state["down_B"], decoded.down_scale)
+        return pairs
 
     def _decoded(self, site: str) -> Decoded:
         layer = _layer(f".{site}.")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from unfreeze.checkpoint.shard import Shard
 from unfreeze.checkpoint.tensors import TORCH_DTYPE, stored_tensor
-from unfreeze.compress.deltas import Deltas, MatrixPlace
+from unfreeze.compress.deltas import Changes, MatrixPlace
 from unfreeze.compress.work import MergeWork, Out, Weight, WeightHome
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models.blocks.experts import Experts
@@ -72,7 +72,7 @@ class Row:
 def write_weight(
     work: MergeWork,
     weight: Weight,
-    deltas: Deltas,
+    deltas: Changes,
     shard: Shard,
     wanted: Mapping[str, object],
     scales: Scales,
@@ -116,6 +116,14 @@ def write_weight(
             if suffix not in _made(weight.codec) and info.name in wanted:
                 shard.copy(info.name, info)
     return rows
+
+
+def merged(work: MergeWork, weight: Weight, deltas: Changes, expert: int) -> Tensor:
+    """W + ΔW float32 [out, in] of one matrix: W dequantized, `expert` its number in a stack."""
+    W, _ = _read(weight, work, expert)
+    if weight.adapted and weight.home is not None:
+        return W + deltas.of(_place(weight.home, expert))
+    return W
 
 
 def _made(codec: Codec) -> tuple[str, ...]:

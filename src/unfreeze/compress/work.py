@@ -17,7 +17,7 @@ from unfreeze import models
 from unfreeze.checkpoint import nested
 from unfreeze.checkpoint.keymap import TensorSource, tensor_sources
 from unfreeze.checkpoint.manifest import Manifest, TensorInfo
-from unfreeze.compress.deltas import GATE, UP, Deltas, MatrixPlace
+from unfreeze.compress.deltas import GATE, UP, Changes, MatrixPlace
 from unfreeze.core.dtypes import FLOATS
 from unfreeze.core.errors import ConfigError
 from unfreeze.models.blocks.experts import Experts
@@ -110,7 +110,7 @@ class Weight:
 class MergeWork:
     """The weights of a base checkpoint with an adapter, and the plan for each."""
 
-    def __init__(self, manifest: Manifest, model: Decoder, deltas: Deltas, to: Format):
+    def __init__(self, manifest: Manifest, model: Decoder, deltas: Changes, to: Format):
         self.manifest, self.model, self.to = manifest, model, to
         self.rules = models.rules(model.shape)
         self.scheme = manifest.scheme()
@@ -147,7 +147,7 @@ class MergeWork:
         """The name on disk, with the prefix of a release that holds more than the language model."""
         return nested.name_on_disk(self.manifest.prefix, spelling.on_disk(name))
 
-    def _planned(self, weight: Weight, deltas: Deltas) -> Weight:
+    def _planned(self, weight: Weight, deltas: Changes) -> Weight:
         """The weight with its plan."""
         home = weight.home
         if home is not None:
@@ -305,7 +305,7 @@ def _half(source: TensorSource) -> int | None:
     return None if rows is None else (UP if isinstance(rows, slice) and rows.start else GATE)
 
 
-def _check_all_found(weights: list[Weight], deltas: Deltas) -> None:
+def _check_all_found(weights: list[Weight], deltas: Changes) -> None:
     """Check that every adapted projection has its weights on disk, each expert once."""
     wanted = {(site, name) for site, names in deltas.projections.items() for name in names}
     present = {

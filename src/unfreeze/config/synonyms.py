@@ -155,11 +155,11 @@ distillation kd gkd teach | distill learns a teacher's probabilities |
     unfreeze distill --model MODEL --teacher DIR_OR_RUN --data chat.jsonl
 merge-lora fuse bake merge-adapter merge-and-unload | merge writes base and adapter as one checkpoint |
     unfreeze merge RUN --to bf16
-gguf convert ollama llama.cpp llama-cpp lmstudio | llama.cpp writes GGUF from a merged model |
-    unfreeze merge RUN --to bf16, then: python convert_hf_to_gguf.py RUN/merged-bf16
+gguf convert ollama llama.cpp llama-cpp lmstudio | export writes a GGUF |
+    unfreeze export RUN --for gguf, or --for ollama
 quantize quantise quantization quantisation int4 awq gptq | quantizing a model is not built; llama.cpp and
     llm-compressor do it |
-    python convert_hf_to_gguf.py MODEL --outtype q8_0; for a run: unfreeze merge RUN --to int4
+    unfreeze export MODEL --for gguf --type q8_0; for a run: unfreeze merge RUN --to int4
 serve server api vllm endpoint | a server is not built; vLLM reads what export writes |
     unfreeze export RUN --for vllm, then: vllm serve BASE --enable-lora --lora-modules mine=RUN/export-vllm
 eval evaluate evaluation benchmark lm-eval | benchmarks are not built; lm-evaluation-harness reads a merged
@@ -187,11 +187,11 @@ estimate memory vram cost | plan predicts a run's memory, time and cost | unfree
 ui webui gui studio dashboard | there is no GUI; each run writes an HTML report | unfreeze report RUN
 """
 _VALUES = """
-for | gguf ollama llama.cpp lmstudio | GGUF: unfreeze merge RUN --to bf16, then llama.cpp's
-    convert_hf_to_gguf.py RUN/merged-bf16
+for | llama.cpp llama-cpp lmstudio | llama.cpp and LM Studio read what --for gguf writes
 for | hf huggingface transformers | for transformers use --for peft
 for | tgi mlx onnx tensorrt lmdeploy | it can convert a merged model: unfreeze merge RUN --to bf16
-to | gguf q4_k_m q5_k_m q8_0 q4_0 | GGUF: --to bf16, then llama.cpp's convert_hf_to_gguf.py RUN/merged-bf16
+to | gguf q8_0 | a GGUF: unfreeze export RUN --for gguf
+to | q4_k_m q5_k_m q4_0 | a GGUF: unfreeze export RUN --for gguf, then llama.cpp's llama-quantize
 to | fp16 float16 bfloat16 16bit merged_16bit | it is called bf16 here
 to | 4bit w4a16 merged_4bit | it is called int4 here
 to | nf4 fp8 nvfp4 mxfp4 awq gptq | --to same keeps a base of this format; llm-compressor converts others

@@ -1,0 +1,89 @@
+"""unfreeze export --for gguf|ollama, from the command line: the files, and one line for each bad input."""
+
+import json
+import sys
+
+import gguf
+import pytest
+
+from tests.compress.gguf.made import checkpoint
+from unfreeze import cli
+from unfreeze.core import errors
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return checkpoint("qwen3", tmp_path_factory.mktemp("export") / "mine")
+
+
+def test_a_checkpoint_for_ollama(base, tmp_path, capsys):
+    assert (
+        cli.main(
+            ["export", str(base), "--for", "ollama", "--type", "q8_0", "--out", str(tmp_path / "o"), "--json"]
+        )
+        == 0
+    )
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    file = tmp_path / "o" / "mine-q8_0.gguf"
+    assert result["path"] == str(file) and result["pre"] == "qwen2" and result["bytes"] == file.stat().st_size
+    fields = {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
+    assert (
+        fields["general.architecture"] == "qwen3"
+        and fields["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q8_0
+    )
+    assert (
+        fields["general.name"] == "mine"
+        and len(fields["tokenizer.ggml.tokens"]) == fields["qwen3.vocab_size"]
+    )
+    text = (tmp_path / "o" / "Modelfile").read_text()
+    assert text.startswith("FROM ./mine-q8_0.gguf\nTEMPLATE") and 'PARAMETER stop "<|im_end|>"' in text
+    assert sorted(path.name for path in (tmp_path / "o").iterdir()) == ["Modelfile", "mine-q8_0.gguf"]
+
+
+def refused(arguments, capsys):
+    assert cli.main(["export", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+def test_bad_input_has_one_line_each(base, tmp_path, capsys, monkeypatch):
+    there = tmp_path / "there.gguf"
+    there.write_bytes(b"")
+    assert f"{there} exists" in refused([base, "--for", "gguf", "--out", there], capsys)
+    assert there.read_bytes() == b""
+    (tmp_path / "Modelfile").write_text("FROM other\n")
+    assert "Modelfile exists" in refused([base, "--for", "ollama", "--out", tmp_path / "n.gguf"], capsys)
+    new = tmp_path / "new.gguf"
+    assert "'q4_0' is not one of" in refused([base, "--for", "gguf", "--type", "q4_0"], capsys)
+    assert "type is for gguf" in refused([base, "--for", "vllm", "--type", "q8_0"], capsys)
+    assert "no adapter: it is a whole model" in refused(
+        [base, "--for", "gguf", "--adapter-only", "--out", new], capsys
+    )
+    assert "ollama needs a whole model" in refused([base, "--for", "ollama", "--adapter-only"], capsys)
+    assert "push and base-id are for adapters" in refused([base, "--for", "gguf", "--push", "a/b"], capsys)
+
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("", (), {"free": 1000})())
+    error = refused([base, "--for", "gguf", "--out", new], capsys)
+    assert "disk: new.gguf takes" in error and "1000 B free" in error
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "pip install gguf" in refused([base, "--for", "gguf", "--out", new], capsys)
+    assert not new.exists()
+
+
+def test_another_family_and_a_model_of_other_parts_are_refused_by_name(tmp_path, capsys):
+    from unfreeze.commands.demo import TINY_K2
+
+    error = refused([TINY_K2, "--for", "gguf", "--out", tmp_path / "k.gguf"], capsys)
+    assert "GGUF of model type" in error and "written: llama, mistral" in error
+
+
+def test_a_run_that_stops_leaves_nothing(base, tmp_path, monkeypatch):
+    from unfreeze.compress.gguf import file
+
+    def fails(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(file.os, "replace", fails)
+    out = tmp_path / "o" / "m.gguf"
+    assert cli.main(["export", str(base), "--for", "gguf", "--out", str(out)]) != 0
+    assert list((tmp_path / "o").iterdir()) == [] and errors.UserError
