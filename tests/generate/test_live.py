@@ -3,16 +3,17 @@
 import random
 
 import pytest
-
 import torch
 from exact import family
+
 from unfreeze.core.errors import UserError
 from unfreeze.generate import filling, places, room
 from unfreeze.generate import live as live_file
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.live import Live
 from unfreeze.generate.request import Request
-from unfreeze.generate.sampling import Sampling
+from unfreeze.generate.sampling import NotFinite, Sampling
+from unfreeze.models.blocks.cache import Cache
 
 STOP_IDS = frozenset(range(0, 89, 7))
 HOW = (

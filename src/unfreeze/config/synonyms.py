@@ -160,14 +160,12 @@ gguf convert ollama llama.cpp llama-cpp lmstudio | export writes a GGUF |
 quantize quantise quantization quantisation int4 awq gptq | quantizing a model is not built; llama.cpp and
     llm-compressor do it |
     unfreeze export MODEL --for gguf --type q8_0; for a run: unfreeze merge RUN --to int4
-serve server api vllm endpoint | a server is not built; vLLM reads what export writes |
-    unfreeze export RUN --for vllm, then: vllm serve BASE --enable-lora --lora-modules mine=RUN/export-vllm
-eval evaluate evaluation benchmark lm-eval | benchmarks are not built; lm-evaluation-harness reads a merged
-    model |
-    unfreeze merge RUN --to bf16, then: lm_eval --model hf --model_args pretrained=RUN/merged-bf16
-    --tasks hellaswag
-perplexity ppl score | a run measures the perplexity of held-out rows |
-    unfreeze sft --model MODEL --data FILE --validation FILE
+server api endpoint vllm openai | serve answers OpenAI's clients |
+    unfreeze serve MODEL_OR_RUN
+evaluate evaluation benchmark lm-eval | eval scores a model, or a run before and after |
+    unfreeze eval RUN --tasks rows:test.jsonl, or a task of lm-eval
+perplexity ppl score | eval measures the perplexity of a text |
+    unfreeze eval MODEL --tasks ppl:book.txt
 train-tokenizer vocab bpe | tokenizer train makes one from text |
     unfreeze tokenizer train corpus.jsonl --vocab 8192 --out tok
 resize resize-embeddings add-tokens new-tokens | adding tokens is not built; transformers does it, and
