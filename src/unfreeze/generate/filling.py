@@ -63,7 +63,7 @@ class Plan:
         return self.budget - sum(part.count for part in self.parts)
 
     def part(self, seat: Seat, first: int) -> Part | None:
-        """Return the part of a seat that holds `first` positions; None if it has to wait for the next pass."""
+        """Return the part of a seat that holds `first` positions; None if it has to wait."""
         if not self.extends:
             first = 0
         count, left = len(seat.request.prompt) - first, self.left

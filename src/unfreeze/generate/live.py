@@ -29,7 +29,7 @@ from unfreeze.generate.places import Places, Seat
 from unfreeze.generate.request import Adapters, Load, OneModel, Request, Top
 from unfreeze.generate.room import Room
 from unfreeze.generate.sampling import NotFinite
-from unfreeze.generate.steps import Step
+from unfreeze.generate.steps import Replayed, Step
 from unfreeze.generate.stops import StopText
 from unfreeze.models.blocks.extend_pass import CannotExtend
 
@@ -74,6 +74,8 @@ class Live:
     shares_prefixes   False: every prompt is read whole, in one pass
     holds_new  True: no further request begins; those that have begun go on
     extends    a prompt can be read behind positions that are there; False once the model cannot
+    waiting    requests that have not begun
+    load       what it did in the last turn
     """
 
     def __init__(
@@ -90,6 +92,8 @@ class Live:
         self.holds_new = False
         state = self.model.state_bytes() or self.model.shape.rope.long is not None
         self.extends = shares_prefixes and not state
+        self.waiting = 0
+        self.load = Load()
         self.groups: deque[Group] = deque()  # of which answers wait
         self.places: Places | None = None
         self._step: Step | None = None
@@ -111,23 +115,19 @@ class Live:
         pieces: list[list[Piece]] = [[] for _ in range(n)]
         tops: list[Top] = [[] for _ in range(n)]
         self.groups.append(Group(request, deque(range(n)), keys, pieces, tops, n))
-
-    @property
-    def waiting(self) -> int:
-        """Return the number of requests that have not begun."""
-        return sum(not group.begun for group in self.groups)
+        self.waiting += 1
 
     @property
     def busy(self) -> bool:
         """True while a turn has something to do."""
         return bool(self._of) or any(group.begun or not self.holds_new for group in self.groups)
 
-    def load(self) -> Load:
-        """Return what it does now, and what it has done."""
+    def _look(self) -> None:
+        """Set `load`: other threads read it, and nothing else of this."""
         held = [] if self.places is None else [each for each in self.places.held if each is not None]
         running = sum(each.running for each in held)
         cache = None if self.places is None else self.places.cache
-        return Load(
+        self.load = Load(
             **self._counts,
             running=running,
             filling=sum(not each.free for each in held) - running,
@@ -142,16 +142,22 @@ class Live:
         if self._of:
             raise UserError(f"{len(self._of)} answers are being sampled; wait for them")
         self.places = self._step = None
+        self._look()
 
     def refuse(self, error: BaseException) -> list[Ended]:
         """End every request that has not begun, with this error."""
         ended = [Ended(group.request, error=error) for group in self.groups if not group.begun]
         self.groups = deque(group for group in self.groups if group.begun)
+        self.waiting = 0
         self._count(refused=len(ended))
+        self._look()
         return ended
 
     def fail(self, error: BaseException) -> list[Ended]:
-        """End every request that has begun, with this error. The others get a new cache."""
+        """End every request that has begun, with this error. -> all that have ended.
+
+        The others get a new cache.
+        """
         begun = {id(group): group for group in (*self._of.values(), *self.groups) if group.begun}
         self.places = self._step = None
         for group in begun.values():
@@ -172,10 +178,11 @@ class Live:
                 if self.places.running:
                     self._next_tokens(self.places)
         except Exception as error:  # of no single request: all that have begun end with it
-            self._ended += self.fail(error)
+            return self.fail(error)
         return self._taken()
 
     def _taken(self) -> list[Ended]:
+        self._look()
         ended, self._ended = self._ended, []
         return ended
 
@@ -197,6 +204,8 @@ class Live:
             self.groups.remove(group)
         if group.begun:
             self.adapters.leave(group.version)
+        else:
+            self.waiting -= 1
         self._ended.append(ended)
         bad = ended.error is not None
         self._count(gone=ended.gone, failed=bad, answered=not (ended.gone or bad))
@@ -217,9 +226,10 @@ class Live:
         held = [] if self.places is None else [each for each in self.places.held if each is not None]
         plan = Plan(BESIDE if any(each.running for each in held) else ALONE, self.extends)
         for each in sorted(held, key=lambda each: each.used):
-            if each.seat is not None and not each.running:
-                if (part := plan.part(each.seat, len(each.ids))) is not None:
-                    plan.parts.append(part)
+            if each.seat is None or each.running:
+                continue
+            if (part := plan.part(each.seat, len(each.ids))) is not None:
+                plan.parts.append(part)
         passed = 0
         for group in list(self.groups):
             if self.holds_new and not group.begun:
@@ -237,13 +247,14 @@ class Live:
         return plan.parts
 
     def _seated(self, group: Group, plan: Plan) -> bool:
-        """Give the next answer of a request a seat, if there is a row and the pass has room for its prompt."""
+        """Give the next answer of a request a seat, if a row is free and the pass has room for its prompt."""
         version = group.version if group.begun else self.adapters.version(group.request.adapter)
         seat = self._sit(group, self._seat(group, version), plan)
         if seat is None:
             if not group.begun:
                 self.adapters.leave(version)
             return False
+        self.waiting -= not group.begun
         group.version, group.begun = version, True
         group.waiting.popleft()
         self._of[seat] = group
@@ -292,9 +303,7 @@ class Live:
 
     def _make_room(self, seat: Seat) -> Places | None:
         """Return the places, with a free one; None if there is no memory for it now."""
-        places = self.room.make(
-            self.places, seat.need, seat.request.experts, self.extends, self._forget_step
-        )
+        places = self.room.make(self.places, seat.need, seat.request.experts, self.extends, self._forget_step)
         if places is not None:
             self.places = places
         return places
@@ -394,6 +403,8 @@ class Live:
         self.adapters.assign([seat.version for seat in seats])
         if self._step is None:
             self._step = self.engine.steps(self.model, places.cache)
+            if isinstance(self._step, Replayed):
+                self._step.rows_return = True
         logits_SV = self._step(tokens)[:, : self.engine.num_ids]
         for each, token in zip(held, tokens, strict=True):
             each.ids.append(token)

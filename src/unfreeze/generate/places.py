@@ -92,9 +92,7 @@ class Places:
 
     # --- prefixes
 
-    def longest_prefix(
-        self, prompt: list[int], version: Hashable, routed: bool
-    ) -> tuple[Held | None, int]:
+    def longest_prefix(self, prompt: list[int], version: Hashable, routed: bool) -> tuple[Held | None, int]:
         """-> the row that holds most of a prompt's first tokens, and how many: all but the last at most."""
         best, most, head = None, SHORTEST - 1, prompt[:-1]
         for held in self.held:
@@ -194,7 +192,7 @@ class Places:
             self.held[place] = None
 
     def close_ranks(self) -> None:
-        """Let running rows fill the places of those that have ended, which are kept behind them if they fit."""
+        """Let running rows fill the places of those that have ended, which are kept behind if they fit."""
         for place in reversed(range(self.running)):
             held = self.held[place]
             if held is not None and not held.free:
@@ -219,9 +217,7 @@ class Places:
             p for p in range(self.running, self.cache.rows) if (h := self.held[p]) is not None and h.ids
         ]
         filling = [
-            p
-            for p in range(self.running, self.cache.rows)
-            if (h := self.held[p]) is not None and not h.free
+            p for p in range(self.running, self.cache.rows) if (h := self.held[p]) is not None and not h.free
         ]
         kept = sorted((p for p in behind if p not in filling), key=self._age, reverse=True)
         order = [*running, *filling, *kept][:rows]

@@ -7,8 +7,10 @@ needs them any longer, it gets short ones again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
+from unfreeze.core.errors import ConfigError
 from unfreeze.generate.engine import CACHE_SHARE, Engine
 from unfreeze.generate.places import Places
 from unfreeze.models.blocks.cache import Cache
@@ -17,16 +19,20 @@ from unfreeze.parallel.machine import hardware
 
 MOST_ROWS = 256
 FEW_ROWS, FEW_POSITIONS = 8, 256  # to begin with
+AGAIN = 0.2  # seconds until memory that was not there is looked for again; a look takes 1.4 ms
 
 
 class Room:
     """Sizes of an engine's cache. max_rows: most rows; None: MOST_ROWS, or fewer that fit in memory."""
 
     def __init__(self, engine: Engine, max_rows: int | None):
+        if max_rows is not None and max_rows < 1:
+            raise ConfigError(f"max_rows is {max_rows}; it must be at least 1", next="leave it out")
         self.engine, self.max_rows = engine, max_rows
         # a cache with recurrent states gets another size only when nobody runs
         self.begin = MOST_ROWS if engine.model.state_bytes() else FEW_ROWS
-        self._empties = False  # until nobody runs
+        self._empties = False  # True until nobody runs
+        self._tried = -1, -1, 0.0  # rows taken and positions for which there was no memory, and when
 
     def make(
         self, places: Places | None, need: int, routes: bool, keeps: bool, before: Callable[[], None]
@@ -40,11 +46,16 @@ class Room:
             places.cache.routes = {}
         taken, cache = (0, None) if places is None else (places.taken(), places.cache)
         fits = cache is not None and need <= cache.capacity and taken < cache.rows
-        if fits and not (self._empties and taken):
+        if fits and not self._empties:
             return places
+        now = time.monotonic()
+        if self._tried[:2] == (taken, need) and now < self._tried[2] + AGAIN:
+            return None
         sizes = self._sizes(places, need)
         if sizes is None or sizes[0] <= taken:
-            return None
+            self._empties &= taken > 0
+            self._tried = taken, need, now
+            return places if fits and not self._empties else None
         rows, capacity = sizes
         if places is None or (not taken and not places.cache.resizes()):
             self._empties = False

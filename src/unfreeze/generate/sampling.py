@@ -150,9 +150,7 @@ def choose(logits_SV: Tensor, sampling: Sampling, uniforms: Sequence[float]) -> 
     return ids_S.tolist(), kept_SV
 
 
-def chosen(
-    logits_SV: Tensor, sampling: Sampling, uniforms: Sequence[float]
-) -> tuple[Tensor, Tensor, Tensor]:
+def chosen(logits_SV: Tensor, sampling: Sampling, uniforms: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
     """As `choose`. -> ids [S], the logits that they were drawn from, rows whose logits are numbers [S]."""
     if sampling.temperature == 0:
         best_S, ids_S = logits_SV.max(-1)

@@ -28,6 +28,7 @@ from unfreeze.models.blocks.cache import Cache
 from unfreeze.models.blocks.residency import Resident
 
 log = logging.getLogger(__name__)
+RECORDINGS = 32  # of one Replayed
 NARROWEST = 64  # positions; a generation of 1,000 tokens then has five widths
 
 Step = Callable[[Sequence[int]], Tensor]
@@ -83,7 +84,11 @@ class Replayed:
     If the launches cannot be recorded (for example because an expert layer reads values on the host, or
     because memory runs out), all steps of this generation are launched, within the same widths, and the log
     has the reason. `impl`: of kernels/cuda_graph; "reference" launches every step.
+
+    rows_return   numbers of rows come back, as rows join and leave: the last RECORDINGS are kept
     """
+
+    rows_return = False
 
     def __init__(self, model: Decoder, cache: Cache, impl: str = "auto"):
         self.model, self.cache, self.impl = model, cache, impl
@@ -93,10 +98,11 @@ class Replayed:
         self.model.prepare_step(self.cache)
         size = (len(tokens), width_of(max(self.cache.lengths) + 1, self.cache.capacity))
         known = self._met.get(size)
-        if known is None:  # rows that have left don't come back, so drop their recordings
-            self._met = {met: launches for met, launches in self._met.items() if met[0] == len(tokens)} | {
-                size: self._launches(*size)
-            }
+        if known is None:
+            kept = list(self._met.items())[-RECORDINGS:]
+            if not self.rows_return:  # rows that have left don't come back, so drop their recordings
+                kept = [(met, launches) for met, launches in kept if met[0] == len(tokens)]
+            self._met = dict(kept) | {size: self._launches(*size)}
         launches = self._met[size]
         tokens_S, positions_S = launches.buffers
         tokens_S.copy_(torch.tensor(tokens))

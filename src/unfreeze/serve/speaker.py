@@ -47,8 +47,8 @@ class Speaker:
     max_rows  answers sampled at once; None: as many as memory allows
     max_wait  requests that may wait
     adapters  those that requests may name; None: there is the model only
-    shares_prefixes  copy the positions of a prompt that begins like one in the cache. In float32 they differ in
-              their last digits from those that are computed; False: an answer is bit by bit that of its request
+    shares_prefixes   copy the positions of a prompt that begins like one in the cache. They differ in their
+              last digits from those that are computed; False: every prompt is read whole
 
     Cache and recording are kept between requests. `drain` and `paused` release them: then the weights may
     change.
@@ -89,8 +89,9 @@ class Speaker:
     def load(self) -> Load:
         """Return what the engine does now, and what it has done so far."""
         with self._changed:
-            load = self._live.load()
-            return replace(load, waiting=load.waiting + len(self._new), refused=load.refused + self._refused)
+            load = self._live.load
+            waiting = self._live.waiting + len(self._new)
+            return replace(load, waiting=waiting, refused=load.refused + self._refused)
 
     def drain(self, seconds: float | None = None) -> bool:
         """Wait until nothing runs and nothing waits, and release the cache: then the weights may change.
@@ -122,7 +123,7 @@ class Speaker:
                 self._changed.notify_all()
 
     def close(self, *, now: bool = False) -> None:
-        """End the thread. Requests that wait are refused; those that have begun end first, or, `now`, fail."""
+        """End the thread. Requests that wait are refused; those that have begun end first; `now`: they fail."""
         with self._changed:
             self._closed = True
             self._now = now
