@@ -189,7 +189,7 @@ def test_a_mixed_batch_answers_as_each_adapter_alone(case, bare):  # noqa: F811
         for name, prompt in pairs
     ]
     mixed = answers(live, requests)
-    assert live.load().reused > 0
+    assert live.load.reused > 0
     for (name, prompt), request, answer in zip(pairs, requests, mixed, strict=True):
         alone = wanted[name, tuple(prompt)]
         assert answer.tokens == alone.tokens
