@@ -123,7 +123,7 @@ class Speaker:
                 self._changed.notify_all()
 
     def close(self, *, now: bool = False) -> None:
-        """End the thread. Requests that wait are refused; those that have begun end first; `now`: they fail."""
+        """End the thread. Who waits is refused; what has begun ends first, or fails: `now`."""
         with self._changed:
             self._closed = True
             self._now = now
