@@ -96,29 +96,6 @@ def add_thin(tile, kind, B, first, count, height, rank, low, low_stride, n, scal
             sums[j * count + k] += scale * dot(kind, t, B + (first + k) * stride)
 
 
-@inner
-def finish_products(a, f, s, n, first, count, sums):
-    """y[s + j] = add[s + j] + f0 · (sums[j] + bias + f1 · B t[s + j]), j < n, for `count` of the outputs."""
-    height = a[8]
-    y, y_stride, bias, add, add_stride, thin, thin_stride, rank, B, B_kind, B_tile = a[11:22]
-    if thin:
-        add_thin(
-            B_tile, B_kind, B, first, count, height, rank, thin + s * thin_stride, thin_stride, n, f[1], sums
-        )
-    for j in range(n):
-        value = sums[j * count : (j + 1) * count]
-        if bias:
-            value += floats(bias, height)[first : first + count]
-        target = floats(y + (s + j) * y_stride, height)[first : first + count]
-        if add:
-            source = floats(add + (s + j) * add_stride, height)[first : first + count]
-            for k in range(count):
-                target[k] = source[k] + f[0] * value[k]
-        else:
-            for k in range(count):
-                target[k] = f[0] * value[k]
-
-
 @Callee
 def linear(like, job, rows, arguments, numbers):
     """y[s] = add[s] + f0 · (W x[s] + bias + f1 · B t[s]), for LINEAR_ROWS rows of W.
@@ -126,7 +103,8 @@ def linear(like, job, rows, arguments, numbers):
     t = A x of an adapter.
     """
     a, f = every(arguments), floats(numbers, NUMBERS)
-    tile, codes, stride, scales, scale_stride, table, group, width, height, x, x_stride = a[:11]
+    tile, codes, stride, scales, scale_stride, table, group, width, height = a[:9]
+    x, x_stride, y, y_stride, bias, add, add_stride, thin, thin_stride, rank, B, B_kind, B_tile = a[9:22]
     first = job * LINEAR_ROWS
     count = min(LINEAR_ROWS, height - first)
     codes, scales = codes + first * stride, scales + first * scale_stride
@@ -140,7 +118,23 @@ def linear(like, job, rows, arguments, numbers):
             tile, like, count, FRESH if s == 0 else CACHED, codes, stride, scales, scale_stride, table, group,
             width, xs.ctypes.data, n, out.ctypes.data,
         )  # fmt: skip
-        finish_products(a, f, s, n, first, count, sums)
+        if thin:
+            low = thin + s * thin_stride
+            add_thin(
+                B_tile, B_kind, B, first, count, height, rank, low, thin_stride, n, f[1], sums
+            )  # fmt: skip
+        for j in range(n):
+            value = sums[j * count : (j + 1) * count]
+            if bias:
+                value += floats(bias, height)[first : first + count]
+            target = floats(y + (s + j) * y_stride, height)[first : first + count]
+            if add:
+                source = floats(add + (s + j) * add_stride, height)[first : first + count]
+                for k in range(count):
+                    target[k] = source[k] + f[0] * value[k]
+            else:
+                for k in range(count):
+                    target[k] = f[0] * value[k]
 
 
 @Callee

@@ -26,8 +26,8 @@ from unfreeze.kernels.decode_step.formats import packed_weight
 from unfreeze.kernels.decode_step.ops import ACT_WIDTH, LINEAR_ROWS
 from unfreeze.kernels.decode_step.pointer import Callee
 from unfreeze.kernels.decode_step.weights import DENSE, CannotRecord, Weight, dense_weight
-from unfreeze.kernels.decode_step.wide import fits, linear_by_tiles, tile_rows, wide_from
-from unfreeze.kernels.loops.amx_tile import config
+from unfreeze.kernels.decode_step.wide import fits, linear_by_tiles, tile_rows, tiles_of, wide_from
+from unfreeze.kernels.loops.amx_tile import SIDE, config
 from unfreeze.kernels.loops.bf16_cpu import available
 from unfreeze.kernels.loops.cores import in_runs
 from unfreeze.quant.codec import Packed
@@ -102,7 +102,12 @@ class Program:
     def row(self, width: int) -> Row:
         """A buffer; it may have served an earlier layer (`reuse`)."""
         free = self._free.get(width)
-        taken = free.pop() if free else Row(torch.zeros(self.rows, width), self.pairs)
+        # more rows than sequences: products by tiles write them
+        taken = (
+            free.pop()
+            if free
+            else Row(torch.zeros(SIDE * tiles_of(self.rows), width)[: self.rows], self.pairs)
+        )
         taken.stale = True
         self._taken.append(taken)
         return taken
