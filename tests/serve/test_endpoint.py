@@ -109,16 +109,17 @@ def test_a_stream_is_the_whole_answer(client):
     assert chunks[-1].usage == whole.usage
 
 
-def test_requests_that_come_together_are_one_batch_and_none_changes_another(running, client):
+def test_requests_that_come_together_run_together_and_none_changes_another(running, client):
     alone = [ask(client, seed=i).choices[0].message.content for i in range(8)]
-    before = len(running.router.speaker.batches)
+    before = running.router.speaker.load()
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda i: ask(client, seed=i).choices[0].message.content, range(8)))
-    batches = running.router.speaker.batches[before:]
-    assert together == alone and sum(batches) == 8 and max(batches) >= 4
+    after = running.router.speaker.load()
+    assert together == alone and after.answered - before.answered == 8
+    assert after.new_tokens - before.new_tokens > 2 * (after.steps - before.steps)
 
 
-def test_requests_sampled_otherwise_are_another_batch(running, client):
+def test_requests_sampled_otherwise_run_together_too(running, client):
     def text(fields):
         return ask(client, seed=2, **fields).choices[0].message.content
 
@@ -193,10 +194,10 @@ def test_a_fault_of_the_model_is_500_and_the_next_request_is_answered(client, mo
         raise NotFinite("the model's logits are not finite numbers")
 
     with monkeypatch.context() as planted:
-        planted.setattr(model.engine, "stream", broken)
+        planted.setattr(type(model.decoder), "fill", broken)
         with pytest.raises(openai.InternalServerError, match="not finite"):
             ask(client)
-        planted.setattr(model.engine, "stream", lambda *args, **options: 1 / 0)
+        planted.setattr(type(model.decoder), "fill", lambda *args, **options: 1 / 0)
         with pytest.raises(openai.InternalServerError, match="ZeroDivisionError") as raised:
             ask(client)
         assert "Traceback" not in str(raised.value.body)
@@ -206,7 +207,7 @@ def test_a_fault_of_the_model_is_500_and_the_next_request_is_answered(client, mo
 
 
 def test_who_is_gone_is_not_answered(model):
-    """Queued while another batch runs; a control arm is answered."""
+    """Queued while another request is answered; a control arm is answered."""
     speaker, held = Speaker(model.engine), threading.Event()
     prompt = model.encode_chat(ASKED)
 
@@ -219,7 +220,7 @@ def test_who_is_gone_is_not_answered(model):
     held.set()
     assert first.result(5) and there.result(5)
     speaker.drain()
-    assert gone.cancelled() and speaker.batches == [1, 1]
+    assert gone.cancelled() and speaker.load().gone == 1 and speaker.load().answered == 2
     speaker.close()
     with pytest.raises(unfreeze.core.errors.UserError, match="closed"):
         speaker.submit(work())

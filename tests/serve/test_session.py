@@ -39,7 +39,7 @@ def speech(model):
 
 @pytest.fixture(scope="module")
 def running(model):
-    running = Endpoint().serve(Router(Speaker(model.engine), model.tokenizer, "tiny"))
+    running = Endpoint().serve(Router(Speaker(model.engine, shares_prefixes=False), model.tokenizer, "tiny"))
     yield running
     running.close()
 

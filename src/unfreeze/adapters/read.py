@@ -36,21 +36,42 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
     Raises AdapterError: folder or field missing, another adapter type, unknown, missing or mismatched tensors
     (counted, the first named). Warns if the file has the swapped dimensions of peft 0.18.
     """
-    config, tensors = read_files(Path(directory))
-    decoded = decode(model, config, tensors)
-    _warn_of_lost_layers(model, config, decoded, Path(directory))
+    decoded = _decoded(model, Path(directory))
     present = {site.name: site.adapter for site in sites(model)}
     if present:
         _check_same(decoded, present, Path(directory))
+        _fill(present, decoded)
     else:
         model.requires_grad_(False)
-        for name, site in decoded.items():
-            present[name] = _put_shell(site)
-    with torch.no_grad():
-        for name, site in decoded.items():
-            for parameter, value in _held(site).items():
-                getattr(present[name], parameter).copy_(value)
+        for name, adapter in _fill(_shells(decoded), decoded).items():
+            decoded[name].candidate.owner.adapter = adapter  # type: ignore[assignment]  a Linear's or the experts'
     return sites(model)
+
+
+def read_adapter(model: nn.Module, directory: str | Path) -> dict[str, LowRank | ExpertLowRank]:
+    """The adapter of a folder by site, in float32 on the base's device; the model stays as it is.
+
+    Raises and warns as `load_adapter` does for a model without adapters.
+    """
+    decoded = _decoded(model, Path(directory))
+    return _fill(_shells(decoded), decoded)
+
+
+def _decoded(model: nn.Module, directory: Path) -> dict[str, Decoded]:
+    config, tensors = read_files(directory)
+    decoded = decode(model, config, tensors)
+    _warn_of_lost_layers(model, config, decoded, directory)
+    return decoded
+
+
+@torch.no_grad()
+def _fill(
+    adapters: dict[str, LowRank | ExpertLowRank], decoded: Mapping[str, Decoded]
+) -> dict[str, LowRank | ExpertLowRank]:
+    for name, site in decoded.items():
+        for parameter, value in _held(site).items():
+            getattr(adapters[name], parameter).copy_(value)
+    return adapters
 
 
 def _warn_of_lost_layers(
@@ -72,7 +93,7 @@ def _warn_of_lost_layers(
         warnings.warn(
             f"{directory}: {len(lost)} modules of target_modules have no factors in the file and stay as in"
             f" the base; first: {lost[0]}",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -97,20 +118,18 @@ def _held(site: Decoded) -> Mapping[str, Tensor]:
     return {name: value[owner.held.slice] for name, value in site.state.items()}
 
 
-def _put_shell(site: Decoded) -> LowRank | ExpertLowRank:
-    """Attach an adapter of the decoded shapes to its site, trainable, on the base's device.
+def _shells(decoded: Mapping[str, Decoded]) -> dict[str, LowRank | ExpertLowRank]:
+    """Trainable adapters of the decoded shapes, on the base's device; on the host if the base is on meta."""
+    return {name: _shell(site) for name, site in decoded.items()}
 
-    On the host if the base is on meta.
-    """
+
+def _shell(site: Decoded) -> LowRank | ExpertLowRank:
     owner, state = site.candidate.owner, site.state
     tensor = next((t for t in (*owner.parameters(), *owner.buffers())), torch.empty(0))
     device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
     if isinstance(owner, Linear):
-        owner.adapter = LowRank(
-            owner.in_features, owner.out_features, state["A"].shape[0], site.scale, device
-        )
-        return owner.adapter
-    owner.adapter = ExpertLowRank(
+        return LowRank(owner.in_features, owner.out_features, state["A"].shape[0], site.scale, device)
+    return ExpertLowRank(
         len(owner.held),
         owner.hidden_size,
         owner.intermediate_size,
@@ -121,7 +140,6 @@ def _put_shell(site: Decoded) -> LowRank | ExpertLowRank:
         down_scale=site.down_scale,
         device=device,
     )
-    return owner.adapter
 
 
 def _check_same(

@@ -122,7 +122,7 @@ class Engine:
         """
         prompts = [list(prompt) for prompt in prompts]
         most = [sampling.max_new_tokens] * len(prompts) if limits is None else list(limits)
-        self._check(prompts, sampling, most, max_rows)
+        self.check(prompts, sampling, most, max_rows)
         return self._run(prompts, most, sampling, sampling.keys(len(prompts)), max_rows, experts)
 
     def _run(
@@ -141,7 +141,7 @@ class Engine:
         def begin(index: int) -> Row:
             prompt = index // sampling.n
             limit, full = min((most[prompt], "length"), (rooms[prompt], "window"))
-            decoder = self._decoder(prompts[prompt][-1])
+            decoder = self.stream_decoder(prompts[prompt][-1])
             return Row(
                 index, prompt, limit, full, keys[index], self.stop_ids, decoder, StopText(sampling.stop)
             )
@@ -184,7 +184,7 @@ class Engine:
             for place, piece in zip(places, pieces, strict=True)
         ]
 
-    def _decoder(self, before: int) -> StreamDecoder | None:
+    def stream_decoder(self, before: int) -> StreamDecoder | None:
         """Return a stream decoder that has seen the id before the first new one.
 
         Decoders drop the space before a text's first token, but the first new token does not start the text.
@@ -209,9 +209,10 @@ class Engine:
     def _step(self, step: Step, tokens: list[int]) -> Tensor:
         return step(tokens)[:, : self.num_ids]
 
-    def _check(
+    def check(
         self, prompts: list[list[int]], sampling: Sampling, most: list[int], max_rows: int | None
     ) -> None:
+        """Raise UserError for what `stream` cannot answer."""
         if sampling.stop and self.tokenizer is None:
             raise UserError(
                 f"stop strings {list(sampling.stop)} need a tokenizer; this model has none",

@@ -25,16 +25,18 @@ from unfreeze.models.decoder import TOKENS
 class Recorded:
     """The steps of one generation: calls like `launched` (generate/steps.py).
 
-    Recorded at the first step, for all rows that the cache can hold, and anew if its tensors are replaced.
+    Recorded at the first step, for all rows that the cache can hold, and anew if its tensors are replaced or
+    adapters came that the program has no place for (models/blocks/each.py).
     """
 
     def __init__(self, model: Decoder, cache: Cache):
         self.model, self.cache = model, cache
-        self._version = -1  # of the cache when the program was recorded
+        self._version = (-1, -1)  # of the cache and of the adapters when the program was recorded
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         model, cache = self.model, self.cache
         model.prepare_step(cache)
+        model.assigned.documents()
         tokens_S = torch.tensor(tokens)
         rows = len(tokens)
         rows_S, positions_S = torch.arange(rows), torch.tensor(cache.lengths)
@@ -42,9 +44,9 @@ class Recorded:
         run = StepPass(*tables, cache, rows_S, positions_S, named, tokens_T=tokens_S)
         if model.shape.rope.long is not None:
             cache.write(TOKENS, rows_S, positions_S, (tokens_S,))
-        if self._version != cache.version:
+        if self._version != (cache.version, model.assigned.changes):
             self._record(run)
-        self.recording.step(run)
+        self.recording.step(run, model.assigned)
         self.x.tensor[:rows] = model.model.embed_tokens(tokens_S)
         self.program.run(rows)
         for layer, ids_SK in self.recording.chosen.items():
@@ -54,7 +56,7 @@ class Recorded:
 
     def _record(self, run: StepPass) -> None:
         model, rows = self.model, self.cache.rows
-        self._version = self.cache.version
+        self._version = self.cache.version, model.assigned.changes
         self.program = program = Program(rows, model.dtype)
         self.recording = to = Recording(program, self.cache)
         to.present.run = run

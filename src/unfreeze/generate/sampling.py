@@ -24,6 +24,14 @@ from unfreeze.core.errors import ConfigError, UserError
 class NotFinite(UserError):
     """The logits are NaN or infinite: no token can be chosen."""
 
+    def __init__(
+        self,
+        message: str = "the model's logits are not finite numbers, so no token can be chosen",
+        *,
+        next: str = "unfreeze doctor MODEL finds NaN weights; if there are none, compute in float32",
+    ):
+        super().__init__(message, next=next)
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -136,20 +144,23 @@ def choose(logits_SV: Tensor, sampling: Sampling, uniforms: Sequence[float]) -> 
     uniforms: u of each row, in [0, 1); greedy sampling reads none.
     Raises NotFinite if the logits are not numbers: argmax would silently return some token.
     """
+    ids_S, kept_SV, finite_S = chosen(logits_SV, sampling, uniforms)
+    if not bool(finite_S.all()):
+        raise NotFinite
+    return ids_S.tolist(), kept_SV
+
+
+def chosen(
+    logits_SV: Tensor, sampling: Sampling, uniforms: Sequence[float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `choose`. -> ids [S], the logits that they were drawn from, rows whose logits are numbers [S]."""
     if sampling.temperature == 0:
         best_S, ids_S = logits_SV.max(-1)
-        finite, kept_SV = bool(best_S.isfinite().all()), logits_SV
-    else:
-        finite = bool(logits_SV.sum(-1).isfinite().all())  # NaN or infinity in a row is one in its sum
-        scaled_SV = logits_SV if sampling.temperature == 1 else logits_SV.float() / sampling.temperature
-        kept_SV = keep_likely(scaled_SV, sampling.top_k, sampling.top_p)
-        ids_S = draw(kept_SV, torch.tensor(uniforms, dtype=torch.float64).to(logits_SV.device))
-    if not finite:
-        raise NotFinite(
-            "the model's logits are not finite numbers, so no token can be chosen",
-            next="unfreeze doctor MODEL finds NaN weights; if there are none, compute in float32",
-        )
-    return ids_S.tolist(), kept_SV
+        return ids_S, logits_SV, best_S.isfinite()
+    finite_S = logits_SV.sum(-1).isfinite()  # NaN or infinity in a row is one in its sum
+    scaled_SV = logits_SV if sampling.temperature == 1 else logits_SV.float() / sampling.temperature
+    kept_SV = keep_likely(scaled_SV, sampling.top_k, sampling.top_p)
+    return draw(kept_SV, torch.tensor(uniforms, dtype=torch.float64).to(logits_SV.device)), kept_SV, finite_S
 
 
 def logprobs_of(logits_SV: Tensor, tokens: Sequence[int]) -> list[float]:

@@ -88,7 +88,8 @@ class ByAgents:
 
         self._engine, self.settings, self.window, self._stop = engine, settings, window, stop
         self.speech: Speech = Speech(tokenizer, window)
-        self.speaker = Speaker(engine, max_rows=settings.at_once)
+        # a prompt that is copied has other last digits than one that is read: a resumed run would differ
+        self.speaker = Speaker(engine, max_rows=settings.at_once, shares_prefixes=False)
         self.router = Router(self.speaker, tokenizer, MODEL)
         self.endpoint.serve(self.router)
         return self

@@ -20,7 +20,9 @@ from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
 from unfreeze.models.blocks.bytes import Block
 from unfreeze.models.blocks.cache import Cache
 from unfreeze.models.blocks.chain import again_of
+from unfreeze.models.blocks.each import Assigned
 from unfreeze.models.blocks.embedding import Embedding
+from unfreeze.models.blocks.extend_pass import CannotExtend, ExtendPass
 from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.noise import Noise
@@ -65,6 +67,7 @@ class Decoder(nn.Module):
         self.shape, self.model, self.lm_head = shape, body, lm_head
         self.residency: Residency = RESIDENT
         self.boundary: Boundary = ON_DEVICE
+        self.assigned = Assigned()  # the adapter of each sequence, where several are attached
 
     @property
     def layers(self) -> list[Layer]:
@@ -141,6 +144,7 @@ class Decoder(nn.Module):
 
         taps: collects the layer tensors it requests; backward may also start from them.
         """
+        self.assigned.documents(batch.lengths())
         run = self.packed_pass(batch)
         x_TD = self.model.embed_tokens(batch.tokens_T)
         for index, layer in enumerate(self.layers):
@@ -240,6 +244,42 @@ class Decoder(nn.Module):
             cache.lengths[row] = length
         return hidden_TD
 
+    def fill(
+        self, batch: Batch, cache: Cache, rows: Sequence[int], first: Sequence[int] | None = None
+    ) -> Tensor:
+        """Run documents through the model, behind positions that their rows hold. -> hidden [T, D].
+
+            rows   the row of each document; it need not run, and cache.lengths stays as it is
+            first  positions that each row holds already; None: 0, as in `prefill`
+
+        Raises CannotExtend for a model that reads a document from its beginning only: longrope, recurrent
+        states, shortened layers, and a choice among blocks or keys (blocks/extend_pass.py).
+        """
+        lengths_T = torch.tensor(batch.lengths())
+        rows_T = torch.tensor(list(rows)).repeat_interleave(lengths_T).to(self.device)
+        if first is None or not any(first):
+            return self._fill(batch, rows_T, self._lengths(batch), cache)
+        if self.shape.rope.long is not None or cache.states:
+            raise CannotExtend
+        behind_T = torch.tensor(list(first)).repeat_interleave(lengths_T).to(self.device)
+        positions_T = batch.positions_T + behind_T
+        tables, named = self.shape.tables(positions_T)
+        ends = [begin + length for begin, length in zip(first, batch.lengths(), strict=True)]
+        self.assigned.documents(batch.lengths(), ends)
+        run = ExtendPass(
+            *tables,
+            layout=self._layout(batch),
+            named=named,
+            cache=cache,
+            rows_T=rows_T,
+            positions_T=positions_T,
+            tokens_T=batch.tokens_T,
+            rows=list(rows),
+            first=list(first),
+            ends=ends,
+        )
+        return self._visit(batch.tokens_T, run)
+
     def holds(self, prompt: int, length: int) -> bool:
         """True if a row of `length` positions still holds its first `prompt` as their own prefill left them.
 
@@ -253,6 +293,7 @@ class Decoder(nn.Module):
 
     def _fill(self, batch: Batch, rows_T: Tensor, lengths_T: Tensor | None, cache: Cache) -> Tensor:
         """Write every token's keys and values to the cache, at its row and position. -> hidden [T, D]."""
+        self.assigned.documents(batch.lengths())
         tables, named = self.shape.tables(batch.positions_T, lengths_T)
         run = PrefillPass(
             *tables,
@@ -265,11 +306,7 @@ class Decoder(nn.Module):
         )
         if self.shape.rope.long is not None:
             cache.write(TOKENS, rows_T, batch.positions_T, (batch.tokens_T,))
-        x_TD = self.model.embed_tokens(batch.tokens_T)
-        for layer in self.layers:
-            self.residency.visit(layer)
-            x_TD = layer(x_TD, run)
-        return self.model.norm(x_TD)
+        return self._visit(batch.tokens_T, run)
 
     def prepare_step(self, cache: Cache) -> None:
         """Before a step: check room, and recompute the cache of rows that outgrow longrope's short context.
@@ -287,7 +324,8 @@ class Decoder(nn.Module):
         starts_S = torch.arange(len(rows)) * short
         batch = Batch(tokens_T, tokens_T, torch.zeros(len(tokens_T)), positions_T, starts_S)
         rows_T = torch.tensor(rows, device=self.device).repeat_interleave(short)
-        self._fill(batch, rows_T, torch.full_like(positions_T, short + 1), cache)
+        with self.assigned.only(rows):
+            self._fill(batch, rows_T, torch.full_like(positions_T, short + 1), cache)
 
     def step(self, tokens_S: Tensor, cache: Cache) -> Tensor:
         """One new token per row, at position cache.lengths[row]. -> [S, D].
@@ -318,13 +356,17 @@ class Decoder(nn.Module):
         return self._step(tokens_S, run)
 
     def _step(self, tokens_S: Tensor, run: StepPass) -> Tensor:
+        self.assigned.documents()
         if self.shape.rope.long is not None:
             run.cache.write(TOKENS, run.rows_T, run.positions_T, (tokens_S,))
-        x_SD = self.model.embed_tokens(tokens_S)
+        return self._visit(tokens_S, run)
+
+    def _visit(self, tokens_T: Tensor, run: PrefillPass | StepPass) -> Tensor:
+        x_TD = self.model.embed_tokens(tokens_T)
         for layer in self.layers:
             self.residency.visit(layer)
-            x_SD = layer(x_SD, run)
-        return self.model.norm(x_SD)
+            x_TD = layer(x_TD, run)
+        return self.model.norm(x_TD)
 
     def _lengths(self, batch: Batch) -> Tensor | None:
         """The length of each token's document, if the rotary tables need it."""

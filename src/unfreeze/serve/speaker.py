@@ -1,187 +1,187 @@
-"""One thread that owns the engine: requests wait in a queue, and what can run together is one batch.
+"""One thread that owns the engine: requests join its rows and leave them at any step (generate/live.py).
 
-A batch is taken as it stands: the engine starts all its prompts together, so a request that comes later waits
-for the next one. Requests share a batch if they are sampled alike (Work.alike).
+Requests wait in a bounded queue, in the order of their arrival. One that comes while others are answered
+joins them at the next step, however it is sampled.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
-import torch
-
-from unfreeze.generate.answer import Completion, Piece, completed
-from unfreeze.generate.engine import Engine, batch_of
-from unfreeze.generate.sampling import Sampling
+from unfreeze.core.errors import UserError
+from unfreeze.generate.answer import Completion
+from unfreeze.generate.engine import Engine
+from unfreeze.generate.live import Ended, Live
+from unfreeze.generate.request import Adapters, Load, Request, Top
 from unfreeze.serve.request import Refused
 
-LINGER = 0.01
-"""Seconds without a new request after which a batch begins: requests that are sent together arrive so."""
-LONGEST_LINGER = 0.1
+__all__ = ["Load", "Speaker", "Top", "Work"]
 
-Top = list[list[tuple[int, float]]]
-"""For each token of an answer the likeliest ids at its place, and their log-probabilities in nats."""
+CLOSED = "the endpoint is closed"
 
 
 @dataclass(eq=False)
-class Work:
-    """One request to the engine.
+class Work(Request):
+    """A Request to the engine's thread, and the promise of its answers.
 
-    sampling  temperature, top_p, stop, n, and a seed for each answer
-    most      new tokens of an answer
-    experts   keep the chosen experts
-    top       likeliest tokens to list at each place
-    heard     called in the engine's thread with each token
-    gone      True once nobody waits for it
+    done   the answers, and for each of them the likeliest ids at its tokens ([] unless `top`). Cancelled if
+           nobody waits any more; who cancels it frees its rows at the next step
     """
 
-    prompt: list[int]
-    sampling: Sampling
-    most: int
-    experts: bool = False
-    top: int = 0
-    heard: Callable[[Piece], None] = lambda piece: None
-    gone: Callable[[], bool] = lambda: False
     done: Future[tuple[list[Completion], list[Top]]] = field(
         default_factory=Future[tuple[list[Completion], list[Top]]]
     )
 
-    def alike(self) -> tuple[object, ...]:
-        """Return the part that a batch has in common."""
-        sampling = self.sampling
-        return sampling.temperature, sampling.top_p, sampling.stop, sampling.n, self.experts
+    def left(self) -> bool:
+        return self.done.cancelled() or self.gone()
 
 
 class Speaker:
-    """The thread of an engine, and its queue. Between batches nothing is kept, so weights may change.
+    """The thread of an engine, and its queue.
 
     max_rows  answers sampled at once; None: as many as memory allows
     max_wait  requests that may wait
+    adapters  those that requests may name; None: there is the model only
+    shares_prefixes  copy the positions of a prompt that begins like one in the cache. In float32 they differ in
+              their last digits from those that are computed; False: an answer is bit by bit that of its request
+
+    Cache and recording are kept between requests. `drain` and `paused` release them: then the weights may
+    change.
     """
 
-    def __init__(self, engine: Engine, *, max_rows: int | None = None, max_wait: int = 1024):
-        self.engine, self.max_rows = engine, max_rows
-        self._waiting: queue.Queue[Work | None] = queue.Queue(max_wait)
-        self._left: list[Work] = []  # taken from the queue, not in the batch that runs
-        self._idle = threading.Event()
-        self._idle.set()
-        self._lock = threading.Lock()
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_rows: int | None = None,
+        max_wait: int = 1024,
+        adapters: Adapters | None = None,
+        shares_prefixes: bool = True,
+    ):
+        self.engine, self.max_wait = engine, max_wait
+        self._live = Live(engine, max_rows=max_rows, adapters=adapters, shares_prefixes=shares_prefixes)
+        self._new: deque[Work] = deque()  # not seen by the thread yet
+        self._changed = threading.Condition()
+        self._resting = True  # the thread does nothing: `_live` may be touched
+        self._pauses, self._refused = 0, 0
         self._closed = False
-        self.batches: list[int] = []
-        """Requests of each batch so far."""
         self._thread = threading.Thread(target=self._run, name="unfreeze-speaker", daemon=True)
         self._thread.start()
 
     def submit(self, work: Work) -> Future[tuple[list[Completion], list[Top]]]:
         """Queue a request. Raises Refused (429) if too many wait, (503) after `close`."""
-        with self._lock:
+        with self._changed:
             if self._closed:
-                raise Refused(503, "the endpoint is closed")
-            try:
-                self._waiting.put_nowait(work)
-            except queue.Full:
-                raise Refused(429, f"{self._waiting.maxsize} requests wait; try again later") from None
-            self._idle.clear()
+                raise Refused(503, CLOSED)
+            if len(self._new) + self._live.waiting >= self.max_wait:
+                self._refused += 1
+                raise Refused(429, f"{self.max_wait} requests wait; try again later")
+            self._new.append(work)
+            self._resting = False
+            self._changed.notify_all()
         return work.done
 
-    def drain(self) -> None:
-        """Wait until nothing runs and nothing waits: then the weights may change."""
-        self._idle.wait()
+    def load(self) -> Load:
+        """Return what the engine does now, and what it has done so far."""
+        with self._changed:
+            load = self._live.load()
+            return replace(load, waiting=load.waiting + len(self._new), refused=load.refused + self._refused)
 
-    def close(self) -> None:
-        """End the thread after the batch that runs; requests that wait are refused."""
-        with self._lock:
-            if self._closed:
-                return
+    def drain(self, seconds: float | None = None) -> bool:
+        """Wait until nothing runs and nothing waits, and release the cache: then the weights may change.
+
+        -> False if that takes longer than `seconds`. Requests that come meanwhile are waited for too.
+        """
+        with self._changed:
+            if not self._changed.wait_for(self._idle, seconds):
+                return False
+            self._live.release()
+            return True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within this context the weights may change: it begins when the requests that have begun are over.
+
+        Others wait in the queue meanwhile, those that come too.
+        """
+        with self._changed:
+            self._pauses += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._resting or not self._thread.is_alive())
+            self._live.release()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._pauses -= 1
+                self._changed.notify_all()
+
+    def close(self, *, now: bool = False) -> None:
+        """End the thread. Requests that wait are refused; those that have begun end first, or, `now`, fail."""
+        with self._changed:
             self._closed = True
-        self._waiting.put(None)
+            self._now = now
+            self._changed.notify_all()
         self._thread.join()
 
+    _now = False
+
+    def _idle(self) -> bool:
+        return (self._resting and not self._new and not self._live.groups) or not self._thread.is_alive()
+
     def _run(self) -> None:
-        while (batch := self._next()) is not None:
-            try:
-                self._answer(batch)
-            except BaseException as error:  # this request's or the model's: the thread goes on
-                for work in batch:
-                    if not work.done.done():
-                        work.done.set_exception(error)
-        for work in self._left:
-            work.done.set_exception(Refused(503, "the endpoint is closed"))
-        self._idle.set()
+        while self._receive():
+            _settle(self._live.turn())
+        _settle(self._live.refuse(Refused(503, CLOSED)))
+        _settle(self._live.fail(Refused(503, CLOSED)))
+        with self._changed:
+            self._live.release()
+            self._resting = True
+            self._changed.notify_all()
 
-    def _next(self) -> list[Work] | None:
-        """Wait for requests. -> those of the oldest's kind; None at the end."""
-        while True:
-            if not self._left:
-                with self._lock:
-                    if self._waiting.empty():
-                        self._idle.set()
-                if not self._take(None):
-                    return None
-            until = time.monotonic() + LONGEST_LINGER
-            while time.monotonic() < until:
-                try:
-                    if not self._take(LINGER):
-                        return None
-                except queue.Empty:
-                    break
-            for work in self._left:
-                if work.gone():
-                    work.done.cancel()
-            kinds = [work.alike() for work in self._left if not work.done.cancelled()]
-            alike = [work for work in self._left if kinds and work.alike() == kinds[0]]
-            self._left = [work for work in self._left if kinds and work.alike() != kinds[0]]
-            if batch := [work for work in alike if work.done.set_running_or_notify_cancel()]:
-                self.batches.append(len(batch))
-                return batch
+    def _receive(self) -> bool:
+        """Take new requests; wait while there is nothing to do. -> False at the end."""
+        with self._changed:
+            while True:
+                faults = list(filter(None, map(self._add, self._new)))
+                self._new.clear()
+                if faults:
+                    _settle(faults)
+                self._live.holds_new = self._pauses > 0
+                if self._closed:
+                    _settle(self._live.refuse(Refused(503, CLOSED)))
+                    return self._live.busy and not self._now
+                if self._live.busy:
+                    self._resting = False
+                    return True
+                self._resting = True
+                self._changed.notify_all()
+                self._changed.wait()
 
-    def _take(self, seconds: float | None) -> bool:
-        """Move a request from the queue. -> False at the end. Raises queue.Empty after `seconds`."""
-        work = self._waiting.get(timeout=seconds)
-        if work is not None:
-            self._left.append(work)
-        return work is not None
+    def _add(self, work: Work) -> Ended | None:
+        try:
+            self._live.add(work)
+        except UserError as error:
+            return Ended(work, error=error)
+        return None
 
-    def _answer(self, batch: Sequence[Work]) -> None:
-        first, n = batch[0].sampling, batch[0].sampling.n
-        sampling = Sampling(
-            max(work.most for work in batch),
-            temperature=first.temperature,
-            top_p=first.top_p,
-            stop=first.stop,
-            n=n,
-            seeds=tuple(seed for work in batch for seed in work.sampling.seeds or ()),
-        )
-        steps = self.engine.stream(
-            [work.prompt for work in batch],
-            sampling,
-            max_rows=self.max_rows,
-            limits=[work.most for work in batch],
-            experts=batch[0].experts,
-        )
-        pieces: list[list[Piece]] = [[] for _ in range(n * len(batch))]
-        for step in steps:
-            for piece in step:
-                pieces[piece.row].append(piece)
-                batch[piece.row // n].heard(piece)
-        for i, work in enumerate(batch):
-            answers = [completed(each) for each in pieces[n * i : n * (i + 1)]]
-            tops = [self.likeliest(work.prompt, each.tokens, work.top) for each in answers if work.top]
-            work.done.set_result((answers, tops))
 
-    @torch.no_grad()
-    def likeliest(self, prompt: list[int], tokens: list[int], count: int) -> Top:
-        """Return the likeliest ids at the place of each token, before temperature, by a second pass."""
-        model = self.engine.model
-        hidden_TD = model.hidden(batch_of([[*prompt, *tokens]], model.device))
-        logits_NV = model.logits(hidden_TD[len(prompt) - 1 : -1])[:, : self.engine.num_ids].float()
-        top = logits_NV.log_softmax(-1).topk(min(count, self.engine.num_ids))
-        return [
-            list(zip(ids, values, strict=True))
-            for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        ]
+def _settle(ended: list[Ended]) -> None:
+    """Keep the promises of requests that are over. One that somebody has cancelled stays so."""
+    for each in ended:
+        assert isinstance(each.request, Work)
+        done = each.request.done
+        try:
+            if each.gone:
+                done.cancel()
+            elif each.error is not None:
+                done.set_exception(each.error)
+            else:
+                done.set_result((each.answers, each.tops))
+        except InvalidStateError:
+            pass

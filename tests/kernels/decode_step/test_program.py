@@ -128,7 +128,7 @@ class Unread(Watched):
 
 def test_control_a_hazard_that_is_not_seen_is_found(monkeypatch):
     assert any(without_wait(result(seed, True, Unread)[0]) for seed in SEEDS)
-    monkeypatch.setattr(module, "_memory", lambda each: object())
+    monkeypatch.setattr(module, "memory_of", lambda each: object())
     assert all(without_wait(result(seed, True)[0]) for seed in SEEDS)
 
 

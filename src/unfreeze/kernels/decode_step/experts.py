@@ -12,9 +12,17 @@ import numpy as np
 
 from unfreeze.kernels.decode_step.atomic import every, floats, integers
 from unfreeze.kernels.decode_step.dots import FLOAT32
-from unfreeze.kernels.decode_step.ops import CACHED, FRESH, NUMBERS, add_thin
 from unfreeze.kernels.decode_step.pointer import Callee, call_products
 from unfreeze.kernels.decode_step.rows import activated, pack
+from unfreeze.kernels.decode_step.thin import (
+    CACHED,
+    FRESH,
+    NUMBERS,
+    add_of_slots,
+    add_thin,
+    of_slot,
+    same_slot,
+)
 from unfreeze.kernels.loops.numba_options import inner, sigmoid
 
 SIGMOID, SOFTMAX, LOGITS = 0, 1, 2
@@ -131,27 +139,37 @@ def sort(like, job, rows, arguments, numbers):
 def thin(like, job, rows, arguments, numbers):
     """t[r, q] = A_e[q] · x_r for the rows of the expert in use number `job`.
 
-    gathered: x of a row is that of its sequence.
+    gathered: x of a row is that of its sequence. With a table of slots each row has its own A, of `parts`
+    times its rank rows; nothing without one.
     """
     a = every(arguments)
     tile, A, stride, height, width, x, x_stride, gathered, experts, begins, token, out, out_stride = a[:13]
+    slots, of_slots, parts = a[13:16]
     starts = integers(begins, job + 2)
     begin, end = starts[job], starts[job + 1]
     tokens = integers(token, end)
     xs, sums = np.empty(4, np.int64), np.empty(4 * height, np.float32)
-    at = A + integers(experts, job + 1)[job] * height * stride
-    for r in range(begin, end, 4):
+    expert = integers(experts, job + 1)[job]
+    r = begin
+    while r < end:
         n = min(4, end - r)
+        if of_slots:
+            n = same_slot(slots, token, r, end)
+            A, _, rank, _ = of_slot(slots, of_slots, tokens[r])
+            height = parts * rank
         for j in range(4):
-            row = min(r + j, end - 1)
+            row = min(r + j, r + n - 1)
             xs[j] = x + (tokens[row] if gathered else row) * x_stride
-        call_products(
-            tile, like, height, FRESH, at, stride, 0, 0, 0, 0, width, xs.ctypes.data, n, sums.ctypes.data
-        )  # fmt: skip
-        for j in range(n):
-            to = floats(out + (r + j) * out_stride, height)
-            for q in range(height):
-                to[q] = sums[j * height + q]
+        if A:
+            call_products(
+                tile, like, height, FRESH, A + expert * height * stride, stride, 0, 0, 0, 0, width,
+                xs.ctypes.data, n, sums.ctypes.data,
+            )  # fmt: skip
+            for j in range(n):
+                to = floats(out + (r + j) * out_stride, height)
+                for q in range(height):
+                    to[q] = sums[j * height + q]
+        r += n
 
 
 @Callee
@@ -164,7 +182,7 @@ def up(like, job, rows, arguments, numbers):
     a, f = every(arguments), floats(numbers, NUMBERS)
     tile, codes, stride, scales, scale_stride, table, group, width, I, interleaved = a[:10]
     x, x_stride, experts, begins, token, h, h_stride, act, bias = a[10:19]
-    thin, thin_stride, rank, B, B_kind, B_tile, weight = a[19:26]
+    thin, thin_stride, rank, B, B_kind, B_tile, weight, slots, of_slots = a[19:28]
     blocks = (I + UP_ROWS - 1) // UP_ROWS
     place, first = job // blocks, job % blocks * UP_ROWS
     size = min(UP_ROWS, I - first)
@@ -187,7 +205,12 @@ def up(like, job, rows, arguments, numbers):
                 scales + row * scale_stride, between * scale_stride, table, group, width, xs.ctypes.data, n,
                 sums[half].ctypes.data,
             )  # fmt: skip
-            if thin:  # B lies as gate, then up, whatever the weight's order
+            if of_slots:
+                add_of_slots(
+                    B_tile, slots, of_slots, token, r, n, expert // (2 * I), half, half * I + first, size,
+                    2 * I, thin, thin_stride, sums[half],
+                )  # fmt: skip
+            elif thin:  # B lies as gate, then up, whatever the weight's order
                 low, of_expert = thin + r * thin_stride + 4 * half * rank, B + expert * B_stride
                 add_thin(
                     B_tile, B_kind, of_expert, half * I + first, size, 2 * I, rank, low, thin_stride, n,
@@ -214,7 +237,7 @@ def down(like, job, rows, arguments, numbers):
     a, f = every(arguments), floats(numbers, NUMBERS)
     tile, codes, stride, scales, scale_stride, table, group, width, D = a[:9]
     h, h_stride, used, experts, begins, token, weight, y, y_stride, add, add_stride, bias = a[9:21]
-    thin, thin_stride, rank, B, B_kind, B_tile = a[21:27]
+    thin, thin_stride, rank, B, B_kind, B_tile, slots, of_slots = a[21:29]
     B_stride = rank * (4 if B_kind == FLOAT32 else 2)
     first = job * DOWN_ROWS
     size = min(DOWN_ROWS, D - first)
@@ -240,7 +263,12 @@ def down(like, job, rows, arguments, numbers):
                 scales + row * scale_stride, scale_stride, table, group, width, xs.ctypes.data, n,
                 sums.ctypes.data,
             )  # fmt: skip
-            if thin:
+            if of_slots:
+                add_of_slots(
+                    B_tile, slots, of_slots, token, r, n, in_use[place], 0, first, size, D, thin,
+                    thin_stride, sums,
+                )  # fmt: skip
+            elif thin:
                 low, of_expert = thin + r * thin_stride, B + in_use[place] * D * B_stride
                 add_thin(
                     B_tile, B_kind, of_expert, first, size, D, rank, low, thin_stride, n, f[0], sums

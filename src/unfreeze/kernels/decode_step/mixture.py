@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.decode_step import experts, ops
+from unfreeze.kernels.decode_step.dots import FLOAT32
 from unfreeze.kernels.decode_step.experts import DOWN_ROWS, UP_ROWS
 from unfreeze.kernels.decode_step.program import Program, Row, Store, Weight
+from unfreeze.kernels.decode_step.slots import SlotTable
+from unfreeze.kernels.decode_step.weights import DENSE
 from unfreeze.kernels.expert_mlp import ExpertFactors
 from unfreeze.quant.codec import Packed
 
-Adapter = tuple[Tensor, Tensor, float]
-"""A [R, K], B [O, R] and scale of the product that is added, scale · B A x."""
+Adapter = tuple[Tensor, Tensor, float] | SlotTable
+"""A [R, K], B [O, R] and scale of the product that is added, scale · B A x; or those of each row."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,13 @@ def route(program: Program, logits: Row, rule: Choice) -> Routed:
     return routed
 
 
+class EachExperts(NamedTuple):
+    """The adapters of the rows, of gate and up and of down; None: no row has one."""
+
+    gate_up: SlotTable | None = None
+    down: SlotTable | None = None
+
+
 class Gated(NamedTuple):
     """An activation of gate and up: kind (rows.py), its numbers, and if rows of gate and up alternate."""
 
@@ -124,7 +134,7 @@ def expert_mlp(
     routed: Routed,
     gate_up: Tensor | Packed,
     down: Tensor | Packed,
-    factors: ExpertFactors | None,
+    factors: ExpertFactors | EachExperts | None,
     *,
     gated: Gated,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -133,44 +143,47 @@ def expert_mlp(
 ) -> Row:
     """add + Σ_k w_k · down_e(act(gate_e x, up_e x)); scales_input: Σ_k down_e(act(gate_e w_k x, …)).
 
-    biases: float32 or narrower, [E, 2I] and [E, D].
+    biases: float32 or narrower, [E, 2I] and [E, D]. factors: of all rows, or those of each.
     """
     first, second = program.weight(gate_up), program.weight(down)
     D, I = down.shape[-2:]
     n = routed.token.numel()
-    factors = factors or ExpertFactors()
+    each = factors if isinstance(factors, EachExperts) else EachExperts()
+    factors = factors if isinstance(factors, ExpertFactors) else ExpertFactors()
     sorted_ = [routed.experts, routed.begins, routed.token, routed.weight]
     experts_, begins, token, weight = (tensor.data_ptr() for tensor in sorted_)
     used = routed.used.data_ptr()
 
     def thin(
-        A: Tensor | None, B: Tensor | None, source: Tensor, stride: int, gathered: bool
+        A: Tensor | None,
+        B: Tensor | None,
+        source: Tensor,
+        stride: int,
+        gathered: bool,
+        table: SlotTable | None,
     ) -> tuple[list[int], list]:
         """Record t = A x; return the arguments of B t, and what they read."""
-        if A is None or B is None:
+        width, parts = (D, 2) if gathered else (I, 1)
+        if table is not None:
+            height = parts * table.rank
+            held = [program.thin_tile(), 0, 4 * width]
+            end = [0, 0, FLOAT32, DENSE[torch.float32][1].address(False)]
+        elif A is None or B is None:
             return [0] * 6, []
-        held_A, factor = program.weight(A.detach()), program.factor(B)
-        height, width = A.shape[1:]
+        else:
+            height, held_A = A.shape[1], program.weight(A.detach())
+            held, end = [held_A.tile, held_A.codes, held_A.stride], [B.shape[2], *program.factor(B)]
         low = torch.zeros(n, height)
-        arguments = [
-            held_A.tile,
-            held_A.codes,
-            held_A.stride,
-            height,
-            width,
-            source.data_ptr(),
-            stride,
-            gathered,
-        ]
-        arguments += [experts_, begins, token, program.keep(low), 4 * height]
+        arguments = [*held, height, width, source.data_ptr(), stride, gathered]
+        arguments += [experts_, begins, token, program.keep(low), 4 * height, *program.tables(table), parts]
         program.add(experts.thin, 1, False, arguments, reads=[source, *sorted_], writes=[low], count=used)
-        return [low.data_ptr(), 4 * height, B.shape[2], *factor], [low]
+        return [low.data_ptr(), 4 * height, *end], [low]
 
     # h = act(gate x, up x), packed for the second product
     packed = program.packed(x)
     stride = program.packed_stride(x)
     h = program.scratch(n, I)
-    low, reads = thin(factors.gate_up_A, factors.gate_up_B, x.packed, stride, True)
+    low, reads = thin(factors.gate_up_A, factors.gate_up_B, x.packed, stride, True, each.gate_up)
     act, alpha, limit, interleaved = gated
     arguments = [*first.arguments, D, I, interleaved, packed, stride, experts_, begins, token]
     arguments += [
@@ -180,6 +193,7 @@ def expert_mlp(
         program.vector(biases[0]),
         *low,
         weight if scales_input else 0,
+        *program.tables(each.gate_up),
     ]
     program.add(
         experts.up,
@@ -194,10 +208,11 @@ def expert_mlp(
 
     # y = add + Σ w down h
     y = program.row(D)
-    low, reads = thin(factors.down_A, factors.down_B, h, I * program.size, False)
+    low, reads = thin(factors.down_A, factors.down_B, h, I * program.size, False, each.down)
     end = [add.address, add.stride] if add is not None else [0, 0]
     arguments = [*second.arguments, I, D, h.data_ptr(), I * program.size, used, experts_, begins, token]
     arguments += [0 if scales_input else weight, y.address, y.stride, *end, program.vector(biases[1]), *low]
+    arguments += program.tables(each.down)
     program.add(
         experts.down,
         -(-D // DOWN_ROWS),
@@ -225,7 +240,7 @@ def latent_query(
     program: Program, q: Row, sizes: Latent, kv_b: Tensor | Packed, adapter: Adapter | None
 ) -> Row:
     """[W_kᵀ q_nope | q_rope] of every head, packed head by head. q: rotated."""
-    W, thin, scale = _kv_b(program, kv_b, adapter)
+    W, thin, tables, scale = _kv_b(program, kv_b, adapter)
     width = sizes.latent + sizes.rope
     out = program.row(sizes.heads * width)
     arguments = [q.address, q.stride, sizes.nope + sizes.rope, sizes.nope, sizes.latent, W.kind]
@@ -239,7 +254,7 @@ def latent_query(
         ops.into_latent,
         sizes.heads,
         False,
-        [*arguments, *thin, *W.arguments],
+        [*arguments, *thin, *W.arguments, *tables],
         [scale],
         reads=[q],
         writes=[out.packed],
@@ -251,12 +266,12 @@ def latent_value(
     program: Program, x: Row, sizes: Latent, kv_b: Tensor | Packed, adapter: Adapter | None
 ) -> Row:
     """W_v applied to the latents that attention summed, [S, heads · (latent …)] -> [S, heads · value]."""
-    W, thin, scale = _kv_b(program, kv_b, adapter)
+    W, thin, tables, scale = _kv_b(program, kv_b, adapter)
     out = program.row(sizes.heads * sizes.value)
     packed = program.writes_packed(out, sizes.value)
     arguments = [x.address, x.stride, x.width // sizes.heads, sizes.latent, W.kind]
     arguments += [sizes.nope + sizes.value, sizes.nope, sizes.value, out.address, out.stride, *thin]
-    arguments += [packed, program.packed_stride(out), *W.arguments]
+    arguments += [packed, program.packed_stride(out), *W.arguments, *tables]
     program.add(
         ops.out_of_latent, sizes.heads, False, arguments, [scale], reads=[x], writes=[out, out.packed]
     )
@@ -282,10 +297,12 @@ def cache_latent(
 
 def _kv_b(
     program: Program, kv_b: Tensor | Packed, adapter: Adapter | None
-) -> tuple[Weight, list[int], float]:
-    """The weight, and the arguments of its adapter."""
+) -> tuple[Weight, list[int], list[int], float]:
+    """The weight, and the arguments of its adapter or of each row's."""
     W = program.weight(kv_b)
+    if isinstance(adapter, SlotTable):
+        return W, [0, FLOAT32, 0, FLOAT32, adapter.rank], program.tables(adapter), 0.0
     if adapter is None:
-        return W, [0] * 5, 0.0
+        return W, [0] * 5, [0, 0], 0.0
     A, B = (program.dense(factor.detach()) for factor in adapter[:2])
-    return W, [A.codes, A.kind, B.codes, B.kind, adapter[0].shape[0]], adapter[2]
+    return W, [A.codes, A.kind, B.codes, B.kind, adapter[0].shape[0]], [0, 0], adapter[2]

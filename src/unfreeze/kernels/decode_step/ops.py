@@ -17,14 +17,12 @@ import numba
 import numpy as np
 
 from unfreeze.kernels.decode_step.atomic import every, floats, integers
-from unfreeze.kernels.decode_step.codes import CHUNK
 from unfreeze.kernels.decode_step.dots import FLOAT32
 from unfreeze.kernels.decode_step.pointer import Callee, call_products
 from unfreeze.kernels.decode_step.rows import activated, combine, dot, pack, size_of, softmax, squares, store
+from unfreeze.kernels.decode_step.thin import CACHED, FRESH, NUMBERS, add_of_slots, add_thin, of_slot
 from unfreeze.kernels.loops.numba_options import inner, sigmoid
 
-NUMBERS = 3
-FRESH, CACHED = 1, 4  # `step` of products (tiles.py): weights come from memory, or were just read
 LINEAR_ROWS = 32  # weight rows of a job: 64 KiB in bf16 at width 1,024
 ACT_WIDTH = 512  # numbers of a job of `activate`
 POSITIONS = 32  # of the cache, whose scores are computed together
@@ -61,50 +59,16 @@ def pack_rows(like, job, rows, arguments, numbers):
     pack(like, floats(x + job * x_stride, width), 0, packed + job * packed_stride)
 
 
-@inner
-def add_thin(tile, kind, B, first, count, height, rank, low, low_stride, n, scale, sums):
-    """sums[j · count + k] += scale · B[first + k] · t_j for `count` of B's `height` rows, and n rows t.
-
-    All in float32: t is not rounded, whatever the other products do. It is packed with zeros up to whole
-    chunks, because a chunk of a narrow B reaches into its next rows. So the last rows, behind which nothing
-    may be read, are taken one by one; so are all if tile is 0.
-    """
-    like = np.float32(0.0)
-    stride = rank * (4 if kind == FLOAT32 else 2)
-    whole = (rank + CHUNK - 1) // CHUNK * CHUNK
-    behind = (whole - 1) // rank
-    tiled = max(0, min(count, height - behind - first)) if tile else 0
-    if tiled:
-        row, packed = np.zeros(whole, np.float32), np.empty(4 * whole, np.float32)
-        xs, out = np.empty(4, np.int64), np.empty(4 * tiled, np.float32)
-        for j in range(4):
-            xs[j] = packed.ctypes.data + 4 * whole * min(j, n - 1)
-        for j in range(n):
-            row[:rank] = floats(low + j * low_stride, rank)
-            pack(like, row, 0, xs[j])
-        call_products(
-            tile, like, tiled, CACHED, B + first * stride, stride, 0, 0, 0, 0, whole, xs.ctypes.data, n,
-            out.ctypes.data,
-        )  # fmt: skip
-        for j in range(n):
-            for k in range(tiled):
-                sums[j * count + k] += scale * out[j * tiled + k]
-        packed[0] = out[0]  # both live until here: their addresses are all that the products have
-    for j in range(n):
-        t = floats(low + j * low_stride, rank)
-        for k in range(tiled, count):
-            sums[j * count + k] += scale * dot(kind, t, B + (first + k) * stride)
-
-
 @Callee
 def linear(like, job, rows, arguments, numbers):
     """y[s] = add[s] + f0 · (W x[s] + bias + f1 · B t[s]), for LINEAR_ROWS rows of W.
 
-    t = A x of an adapter.
+    t = A x of an adapter; with a table of slots, of each row's own.
     """
     a, f = every(arguments), floats(numbers, NUMBERS)
     tile, codes, stride, scales, scale_stride, table, group, width, height = a[:9]
     x, x_stride, y, y_stride, bias, add, add_stride, thin, thin_stride, rank, B, B_kind, B_tile = a[9:22]
+    slots, of_slots = a[22:24]
     first = job * LINEAR_ROWS
     count = min(LINEAR_ROWS, height - first)
     codes, scales = codes + first * stride, scales + first * scale_stride
@@ -118,7 +82,11 @@ def linear(like, job, rows, arguments, numbers):
             tile, like, count, FRESH if s == 0 else CACHED, codes, stride, scales, scale_stride, table, group,
             width, xs.ctypes.data, n, out.ctypes.data,
         )  # fmt: skip
-        if thin:
+        if of_slots:
+            add_of_slots(
+                B_tile, slots, of_slots, 0, s, n, 0, 0, first, count, height, thin, thin_stride, sums
+            )  # fmt: skip
+        elif thin:
             low = thin + s * thin_stride
             add_thin(
                 B_tile, B_kind, B, first, count, height, rank, low, thin_stride, n, f[1], sums
@@ -308,12 +276,13 @@ def _expanded(like, W, W_kind, first, count, width):
 def into_latent(like, job, rows, arguments, numbers):
     """q_C[s, h] = [W_kᵀ q_nope | q_rope], packed, for head `job` and all rows (`absorbed` in blocks/mla.py).
 
-    W_k: rows of kv_b_proj, nope of them per head, each `latent` wide. An adapter adds B_kᵀ q, then Aᵀ.
+    W_k: rows of kv_b_proj, nope of them per head, each `latent` wide. An adapter adds B_kᵀ q, then Aᵀ. With a
+    table of slots each row has its own, of at most `rank`.
     """
     a, f = every(arguments), floats(numbers, NUMBERS)
     q, q_stride, width, nope, latent, W_kind, head_rows, packed, packed_stride, head_stride = a[:10]
     A, A_kind, B, B_kind, rank = a[10:15]
-    W = a[15:22]
+    W, slots, of_slots, scale = a[15:22], a[22], a[23], f[0]
     size = 4 if W_kind == FLOAT32 else 2
     row = np.empty(latent + width - nope, np.float32)
     low = np.empty(rank, np.float32)
@@ -325,13 +294,16 @@ def into_latent(like, job, rows, arguments, numbers):
             combine(FLOAT32, row[:latent], head[:nope], expanded.ctypes.data, 4 * latent)
         else:
             combine(W_kind, row[:latent], head[:nope], W[1] + job * head_rows * latent * size, latent * size)
+        if of_slots:
+            A, B, rank, scale = of_slot(slots, of_slots, s)
         if A:
-            low[:] = np.float32(0.0)
+            t = low[:rank]
+            t[:] = np.float32(0.0)
             B_size = 4 if B_kind == FLOAT32 else 2
-            combine(B_kind, low, head[:nope], B + job * head_rows * rank * B_size, rank * B_size)
+            combine(B_kind, t, head[:nope], B + job * head_rows * rank * B_size, rank * B_size)
             for r in range(rank):
-                low[r] *= f[0]
-            combine(A_kind, row[:latent], low, A, latent * (4 if A_kind == FLOAT32 else 2))
+                t[r] *= scale
+            combine(A_kind, row[:latent], t, A, latent * (4 if A_kind == FLOAT32 else 2))
         row[latent:] = head[nope:]
         pack(like, row, 0, packed + s * packed_stride + job * head_stride)
 
@@ -342,7 +314,7 @@ def out_of_latent(like, job, rows, arguments, numbers):
     a, f = every(arguments), floats(numbers, NUMBERS)
     x, x_stride, head_width, latent, W_kind, head_rows, value_first, value_width, out, out_stride = a[:10]
     A, A_kind, B, B_kind, rank, packed, packed_stride = a[10:17]
-    W = a[17:24]
+    W, slots, of_slots, scale = a[17:24], a[24], a[25], f[0]
     size = 4 if W_kind == FLOAT32 else 2
     low = np.empty(rank, np.float32)
     first = job * head_rows + value_first
@@ -355,11 +327,14 @@ def out_of_latent(like, job, rows, arguments, numbers):
                 to[i] = dot(FLOAT32, row, expanded.ctypes.data + 4 * i * latent)
             else:
                 to[i] = dot(W_kind, row, W[1] + (first + i) * latent * size)
+        if of_slots:
+            A, B, rank, scale = of_slot(slots, of_slots, s)
         if A:
+            t = low[:rank]
             for r in range(rank):
-                low[r] = f[0] * dot(A_kind, row, A + r * latent * (4 if A_kind == FLOAT32 else 2))
+                t[r] = scale * dot(A_kind, row, A + r * latent * (4 if A_kind == FLOAT32 else 2))
             for i in range(value_width):
-                to[i] += dot(B_kind, low, B + (first + i) * rank * (4 if B_kind == FLOAT32 else 2))
+                to[i] += dot(B_kind, t, B + (first + i) * rank * (4 if B_kind == FLOAT32 else 2))
         if packed:
             pack(like, to, 0, packed + s * packed_stride + size_of(like) * job * value_width)
 

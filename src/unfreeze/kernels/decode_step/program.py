@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.attention import CAUSAL, Mask
-from unfreeze.kernels.decode_step import ops, team
+from unfreeze.kernels.decode_step import ops, team, thin
 from unfreeze.kernels.decode_step.atomic import ARGUMENTS
-from unfreeze.kernels.decode_step.buffer import Row
+from unfreeze.kernels.decode_step.buffers import Row, Store, memory_of
 from unfreeze.kernels.decode_step.codes import CHUNK
+from unfreeze.kernels.decode_step.dots import FLOAT32
 from unfreeze.kernels.decode_step.formats import packed_weight
 from unfreeze.kernels.decode_step.ops import ACT_WIDTH, LINEAR_ROWS
 from unfreeze.kernels.decode_step.pointer import Callee
+from unfreeze.kernels.decode_step.slots import NONE, SlotTable
 from unfreeze.kernels.decode_step.weights import DENSE, CannotRecord, Weight, dense_weight
 from unfreeze.kernels.decode_step.wide import fits, linear_by_tiles, tile_rows, tiles_of, wide_from
 from unfreeze.kernels.loops.amx_tile import SIDE, config
@@ -36,13 +38,6 @@ Tables = tuple[int, int, int]
 """Addresses of cos and sin, float32 [S, pairs], and the number of pairs."""
 
 COLUMNS = team.ARGUMENTS + ARGUMENTS
-
-
-class Store(NamedTuple):
-    """A tensor of the cache: each row's own positions [S, N, …], and prompts that rows share [P, M, …]."""
-
-    rows: Tensor
-    prompts: Tensor | None = None
 
 
 class Heads(NamedTuple):
@@ -78,8 +73,9 @@ class Program:
         self.positions = torch.zeros(rows, dtype=torch.int64)
         self.places = torch.zeros(rows, dtype=torch.int64)  # of the new token, in its row of the cache
         self.shared = torch.zeros(rows, 2, dtype=torch.int64)  # slot of a row's prompt, and its length
+        self.slots = torch.full((rows,), NONE)  # of each row's adapter, if there are several (slots.py)
+        self._holds: list[Any] = [self.positions, self.places, self.shared, self.slots]
         self._sizes = torch.from_numpy(config())
-        self._holds: list[Any] = [self.positions, self.places, self.shared, self._sizes]
         self._operations: list[_Operation] = []
         self._calls: list[tuple[int, Callable[[int], None]]] = []  # before operation i, on the host
         self._wide_from = wide_from(self.pairs)
@@ -102,12 +98,8 @@ class Program:
     def row(self, width: int) -> Row:
         """A buffer; it may have served an earlier layer (`reuse`)."""
         free = self._free.get(width)
-        # more rows than sequences: products by tiles write them
-        taken = (
-            free.pop()
-            if free
-            else Row(torch.zeros(SIDE * tiles_of(self.rows), width)[: self.rows], self.pairs)
-        )
+        whole = SIDE * tiles_of(self.rows)  # products by tiles write so many
+        taken = free.pop() if free else Row(torch.zeros(whole, width)[: self.rows], self.pairs)
         taken.stale = True
         self._taken.append(taken)
         return taken
@@ -157,6 +149,22 @@ class Program:
         held = self.dense(B.detach())
         return [held.codes, held.kind, DENSE[B.dtype][1].address(False)]
 
+    def tables(self, table: SlotTable | None) -> list[int]:
+        """Addresses of the rows' slots and of a matrix's table; 0 for None."""
+        return [0, 0] if table is None else [self.slots.data_ptr(), self.keep(table.entries)]
+
+    def thin_tile(self) -> int:
+        """Address of the products of a float32 A."""
+        return DENSE[torch.float32][1].address(self.pairs)
+
+    def _thin_of_slots(self, x: Row, table: SlotTable) -> Row:
+        """t = A x of each row's own adapter, [S, R]."""
+        packed, low = self.packed(x), self.row(table.rank)
+        arguments = [self.thin_tile(), *self.tables(table), packed, self.packed_stride(x), x.width]
+        arguments += [low.address, low.stride]
+        self.add(thin.thin_of_slots, 1, True, arguments, reads=[x.packed], writes=[low])
+        return low
+
     def packed(self, x: Row) -> int:
         """Address of the packed form of x; an operation writes it if none has."""
         address = x.packed.data_ptr()
@@ -204,11 +212,10 @@ class Program:
         """
         reads, writes = list(reads), list(writes)
         self._holds += reads + writes
-        read, written = {_memory(each) for each in reads}, {_memory(each) for each in writes}
+        read, written = {memory_of(each) for each in reads}, {memory_of(each) for each in writes}
         index = len(self._operations)
-        operation = _Operation(
-            loop, jobs, of_rows, list(arguments), list(numbers), count, index, wide, only_wide
-        )
+        lists = list(arguments), list(numbers)
+        operation = _Operation(loop, jobs, of_rows, *lists, count, index, wide, only_wide)
         if read & self._written or written & (self._written | self._read):
             operation.first, self._phase = self._phase, index
             self._read, self._written = set(), set()
@@ -259,17 +266,24 @@ class Program:
         bias: Tensor | None = None,
         *,
         adapter: tuple[Tensor, Tensor, float] | None = None,
+        each: SlotTable | None = None,
         add: Row | None = None,
         factor: float = 1.0,
     ) -> Row:
-        """add + factor · (W x + bias + scale · B A x); adapter: (A [R, K], B [O, R], scale)."""
+        """add + factor · (W x + bias + scale · B A x); adapter: (A [R, K], B [O, R], scale).
+
+        each: the adapters of the rows, in place of one for all.
+        """
         W = self.weight(weight)
         O, K = weight.shape[-2:]
-        thin, low = [0] * 6, None
-        if adapter is not None:
+        of_adapter, low = [0] * 6, None
+        if each is not None:
+            low = self._thin_of_slots(x, each)
+            of_adapter = [low.address, low.stride, 0, 0, FLOAT32, DENSE[torch.float32][1].address(False)]
+        elif adapter is not None:
             A, B, _ = adapter
             low = self.linear(x, A.detach())
-            thin = [low.address, low.stride, A.shape[0], *self.factor(B)]
+            of_adapter = [low.address, low.stride, A.shape[0], *self.factor(B)]
         packed, out = self.packed(x), self.row(O)
         end = [add.address, add.stride] if add is not None else [0, 0]
         arguments = [*W.arguments, K, O, packed, self.packed_stride(x), out.address, out.stride]
@@ -278,7 +292,7 @@ class Program:
             ops.linear,
             -(-O // LINEAR_ROWS),
             False,
-            [*arguments, self.vector(bias), *end, *thin, *tiles],
+            [*arguments, self.vector(bias), *end, *of_adapter, *self.tables(each), *tiles],
             [factor, adapter[2] if adapter else 0.0],
             reads=[x.packed, *([add] if add is not None else []), *([low] if low is not None else []), *wide],
             writes=[out],
@@ -288,16 +302,14 @@ class Program:
 
     def _in_tiles(self, x: Row, weight: Tensor | Packed) -> tuple[list[int], list[Tensor]]:
         """Addresses of packed x in tiles and of their sizes, and the tiles; nothing where none are used."""
-        if self._wide_from is None or isinstance(weight, Packed) or weight.dtype != torch.bfloat16:
-            return [], []
-        if not fits(*weight.shape[-2:]):
+        if self._wide_from is None or isinstance(weight, Packed) or not fits(weight):
             return [], []
         if not x.tiled:
             x.tiled = True
             self._fresh.append(x)
             arguments = [x.packed.data_ptr(), self.packed_stride(x), x.width, x.tiles.data_ptr()]
-            jobs = len(x.tiles)
-            self.add(tile_rows, jobs, False, arguments, reads=[x.packed], writes=[x.tiles], only_wide=True)
+            ends: Any = {"reads": [x.packed], "writes": [x.tiles], "only_wide": True}
+            self.add(tile_rows, len(x.tiles), False, arguments, **ends)
         return [x.tiles.data_ptr(), self._sizes.data_ptr()], [x.tiles]
 
     def dots(self, x: Row, weight: Tensor) -> Row:
@@ -305,9 +317,11 @@ class Program:
         W, (O, K), out = self.dense(weight), weight.shape, self.row(len(weight))
         # products of no number, and W as the adapter's second matrix: its input is float32 in order
         arguments = [*W.arguments, 0, O, x.packed.data_ptr(), self.packed_stride(x), out.address, out.stride]
-        thin = [x.address, x.stride, K, W.codes, W.kind, 0]
+        of_adapter = [x.address, x.stride, K, W.codes, W.kind, 0]
         jobs = -(-O // LINEAR_ROWS)
-        self.add(ops.linear, jobs, False, [*arguments, 0, 0, 0, *thin], [1.0, 1.0], reads=[x], writes=[out])
+        self.add(
+            ops.linear, jobs, False, [*arguments, 0, 0, 0, *of_adapter], [1.0, 1.0], reads=[x], writes=[out]
+        )
         return out
 
     def activate(self, gate: Row, up: Row | None, kind: int, alpha: float = 0.0, limit: float = 0.0) -> Row:
@@ -451,13 +465,8 @@ class Program:
         for i, operation in enumerate(self._operations):
             loop = operation.wide if wide and operation.wide is not None else operation.loop
             left_out = operation.only_wide and not wide
-            head = [
-                0 if left_out else loop.address(self.pairs),
-                0 if left_out else operation.jobs,
-                operation.of_rows,
-                operation.count,
-                operation.first,
-            ]
+            address, jobs = (0, 0) if left_out else (loop.address(self.pairs), operation.jobs)
+            head = [address, jobs, operation.of_rows, operation.count, operation.first]
             table[i, : len(head)] = head
             table[i, team.ARGUMENTS : team.ARGUMENTS + len(operation.arguments)] = operation.arguments
         return table
@@ -487,8 +496,3 @@ class Program:
             share(0, 1)
         else:
             in_runs(threads, threads, share)
-
-
-def _memory(each: Row | Tensor) -> int:
-    """The same number for all views of one buffer."""
-    return (each.tensor if isinstance(each, Row) else each).untyped_storage().data_ptr()

@@ -9,10 +9,13 @@ of a product [3,072, 1,024] by tiles and by GEMM: 16 rows .56 and 1.00, 32 .67 a
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from unfreeze.kernels.decode_step.atomic import every, floats
-from unfreeze.kernels.decode_step.ops import LINEAR_ROWS, NUMBERS, add_thin
+from unfreeze.kernels.decode_step.ops import LINEAR_ROWS
 from unfreeze.kernels.decode_step.pointer import Callee
+from unfreeze.kernels.decode_step.thin import NUMBERS, add_of_slots, add_thin
 from unfreeze.kernels.loops.amx_tile import SIDE, TILE, available, block, configure, restore, transpose
 from unfreeze.kernels.loops.bf16_tile import LINE
 from unfreeze.kernels.loops.numba_options import inner
@@ -28,9 +31,10 @@ def wide_from(pairs: bool) -> int | None:
     return FROM if pairs and available() else None
 
 
-def fits(height: int, width: int) -> bool:
-    """True if tiles cover a weight [height, width] exactly."""
-    return height % LINEAR_ROWS == 0 and width % STEP == 0
+def fits(weight: Tensor) -> bool:
+    """True if tiles cover a weight of bf16 exactly."""
+    height, width = weight.shape[-2:]
+    return weight.dtype == torch.bfloat16 and height % LINEAR_ROWS == 0 and width % STEP == 0
 
 
 def tiles_of(rows: int) -> int:
@@ -55,12 +59,18 @@ def _finish(a, f, s, first, sums):
     """y[s] = add[s] + f0 · (y[s] + bias + f1 · B t[s]) for LINEAR_ROWS of the outputs, in place."""
     height = a[8]
     y, y_stride, bias, add, add_stride, thin, thin_stride, rank, B, B_kind, B_tile = a[11:22]
+    slots, of_slots = a[22:24]
     target = floats(y + s * y_stride + 4 * first, LINEAR_ROWS)
     if thin:
         sums[:] = np.float32(0.0)
-        add_thin(
-            B_tile, B_kind, B, first, LINEAR_ROWS, height, rank, thin + s * thin_stride, 0, 1, f[1], sums
-        )
+        if of_slots:
+            add_of_slots(
+                B_tile, slots, of_slots, 0, s, 1, 0, 0, first, LINEAR_ROWS, height, thin, thin_stride, sums
+            )  # fmt: skip
+        else:
+            add_thin(
+                B_tile, B_kind, B, first, LINEAR_ROWS, height, rank, thin + s * thin_stride, 0, 1, f[1], sums
+            )  # fmt: skip
         for k in range(LINEAR_ROWS):
             target[k] += sums[k]
     if bias:
@@ -83,7 +93,7 @@ def linear_by_tiles(like, job, rows, arguments, numbers):
     y has room for whole tiles.
     """
     a, f = every(arguments), floats(numbers, NUMBERS)
-    codes, stride, width, y, y_stride, tiles, config = a[1], a[2], a[7], a[11], a[12], a[22], a[23]
+    codes, stride, width, y, y_stride, tiles, config = a[1], a[2], a[7], a[11], a[12], a[24], a[25]
     first, steps = job * LINEAR_ROWS, width // STEP
     before, products = np.empty(LINE, np.uint8), np.empty(PAIR * LINEAR_ROWS, np.float32)
     sums, at = np.empty(LINEAR_ROWS, np.float32), products.ctypes.data

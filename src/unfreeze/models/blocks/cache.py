@@ -182,6 +182,54 @@ class Cache:
         for state in self.states.values() if others else ():
             state[others] = state[source].clone()
 
+    def copy(self, source: int, row: int, length: int) -> None:
+        """Copy the first `length` positions of a row to another; neither needs to run.
+
+        States and summaries come whole.
+        """
+        for store in self._stores():
+            store[row, :length] = store[source, :length]
+        for state in (*self.states.values(), *self.summaries.values()):
+            state[row] = state[source]
+
+    def exchange(self, one: int, other: int, length: int) -> None:
+        """Exchange the first `length` positions of two rows; neither needs to run."""
+        stores = [store[:, :length] for store in self._stores()]
+        for store in (*stores, *self.states.values(), *self.summaries.values()):
+            kept = store[one].clone()
+            store[one] = store[other]
+            store[other] = kept
+
+    def clear(self, row: int) -> None:
+        """Set a row to 0: what is not finite would pass on through attention that hides positions."""
+        for store in (*self._stores(), *self.states.values(), *self.summaries.values()):
+            store[row] = 0
+
+    def resizes(self) -> bool:
+        """True if all that it holds has one place per position."""
+        return not (self.states or self.summaries) and all(
+            store.shape[1] == self.capacity for store in self._stores()
+        )
+
+    def resize(self, rows: int, capacity: int, order: Sequence[int], lengths: Sequence[int]) -> None:
+        """Allocate other sizes; row order[i] becomes row i and keeps its first lengths[i] positions.
+
+        Layer by layer, so one layer is held twice. Only if it `resizes`.
+        """
+        self.version += 1
+
+        def moved(store: Tensor) -> Tensor:
+            new = store.new_zeros(rows, capacity, *store.shape[2:])
+            for place, (row, length) in enumerate(zip(order, lengths, strict=True)):
+                new[place, :length] = store[row, :length]
+            return new
+
+        for layer in self.layers:
+            self.layers[layer] = tuple(map(moved, self.layers[layer]))
+        for layer in self.routes or {}:
+            self.routes[layer] = moved(self.routes[layer])  # type: ignore[index]
+        self.rows, self.capacity, self.longest = rows, capacity, capacity
+
     def _copy_summaries(self, source: int, rows: int | list[int]) -> None:
         """All of them: one that is not complete is written again before it is read."""
         for store in self.summaries.values():

@@ -28,6 +28,7 @@ from unfreeze.kernels.expert_mlp import (
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.kernels.swiglu.activation import ClampedSwiGLU
 from unfreeze.models.blocks.bytes import Bytes
+from unfreeze.models.blocks.each import ExpertAdapters
 from unfreeze.models.blocks.linear import PackedHolder
 from unfreeze.models.blocks.part import Part
 from unfreeze.models.blocks.recording import CannotRecord, Recording
@@ -107,9 +108,10 @@ class Experts(nn.Module):
 
     `activation`: SwiGLU or another (kernels/swiglu/activation.py). It decides how gate and up are stacked
     on the output dimension: gate first, or interleaved row by row. `adapter.factors()` returns the low-rank
-    factors of every expert (see kernels/expert_mlp). `dispatch`: set if other processes hold some of the E
-    experts (parallel/placement/dispatch.py). Dimension 0 of the tensors then counts the experts held here;
-    ids still count all E. down: down_proj, if its format is not that of gate_up_proj.
+    factors of every expert (see kernels/expert_mlp); `each`: the adapters of several sequences. `dispatch`:
+    set if other processes hold some of the E experts (parallel/placement/dispatch.py). Dimension 0 of the
+    tensors then counts the experts held here; ids still count all E. down: down_proj, if its format is not
+    that of gate_up_proj.
     """
 
     adaptable = True
@@ -142,6 +144,7 @@ class Experts(nn.Module):
         setattr(self, self.first, weight(hidden_size, self.before * intermediate_size, both))
         self.down_proj = weight(intermediate_size, hidden_size, codec) if down is None else down
         self.adapter: ExpertAdapter | None = None
+        self.each: ExpertAdapters | None = None
         self.dispatch: Dispatch | None = None
         self.impl = "auto"
 
@@ -195,13 +198,16 @@ class Experts(nn.Module):
             raise CannotRecord(f"a clamped SwiGLU that adds {act.added:g}")
         kind = ACTIVATIONS[act.kind]
         numbers = (act.alpha, act.limit) if isinstance(act, ClampedSwiGLU) else (0.0, 0.0)
+        factors = None if self.adapter is None else self.adapter.factors()
+        if (each := self.each) is not None:
+            factors = each.recorded()
         return record_experts(
             to.program,
             x,
             routed,
             self.gate_up_proj.value(),
             self.down_proj.value(),
-            None if self.adapter is None else self.adapter.factors(),
+            factors,
             gated=Gated(kind, *numbers, act.interleaved),
             biases=self.biases(),
             scales_input=scales_input,
@@ -228,19 +234,23 @@ class Experts(nn.Module):
         reuse: Reuse | None,
         gate_up_bias: Tensor | None,
     ) -> Tensor:
-        factors = None if self.adapter is None else self.adapter.factors()
-        return expert_mlp(
-            x_TD,
-            ids_TK,
-            weights_TK,
-            self.gate_up_proj.value(),
-            self.down_proj.value(),
-            factors,
-            impl=self.impl,
-            reuse=reuse,
-            activation=self.activation,
-            gate_up_bias=gate_up_bias,
-        )
+        def compute(x: Tensor, ids: Tensor, weights: Tensor, factors: ExpertFactors | None) -> Tensor:
+            return expert_mlp(
+                x,
+                ids,
+                weights,
+                self.gate_up_proj.value(),
+                self.down_proj.value(),
+                factors,
+                impl=self.impl,
+                reuse=reuse,
+                activation=self.activation,
+                gate_up_bias=gate_up_bias,
+            )
+
+        if (each := self.each) is not None:
+            return each.product(x_TD, ids_TK, weights_TK, compute)
+        return compute(x_TD, ids_TK, weights_TK, None if self.adapter is None else self.adapter.factors())
 
     def bytes(self, per_token: int, dtype: torch.dtype, device: str) -> Bytes:
         """Bytes for K = `per_token` rows of each token, and the expert op's scratch.

@@ -26,6 +26,7 @@ from unfreeze.quant.codec import Codec, Packed
 
 if TYPE_CHECKING:
     from unfreeze.kernels.decode_step.program import Row
+    from unfreeze.models.blocks.each import LinearAdapters
     from unfreeze.models.blocks.recording import Recording
 
 
@@ -210,7 +211,7 @@ class Linear(PackedHolder):
 
     `reuse`: if the layer is recomputed, reuse y from its first visit (PackedPass.reuse_linear).
 
-    `adapter` is set by adapters.attach only.
+    `adapter` is set by adapters.attach only; `each`, the adapters of several sequences, by adapters.several.
     """
 
     adaptable = True  # False for one that can carry no adapter
@@ -237,8 +238,13 @@ class Linear(PackedHolder):
             self.register_packed(codec, out_features, in_features, device=device)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         self.adapter: LinearAdapter | None = None
+        self.each: LinearAdapters | None = None
 
     def forward(self, x_TI: Tensor, reuse: Reuse | Skip | None = None) -> Tensor:
+        y_TO, each = self._with_one(x_TI, reuse), self.each
+        return y_TO if each is None else each.add(x_TI, y_TO)
+
+    def _with_one(self, x_TI: Tensor, reuse: Reuse | Skip | None) -> Tensor:
         weight, packed = (self.weight, None) if self.codec is None else (None, self.packed)
         skinny = weight is not None and reuse is None and is_skinny(x_TI, weight)
         if self.adapter is not None:
@@ -257,6 +263,7 @@ class Linear(PackedHolder):
         adapter = None if self.adapter is None else self.adapter.factors()
         weight = self.weight if self.codec is None else self.packed
         options: dict[str, Any] = {"adapter": adapter, "add": add, "factor": factor}
+        options["each"] = None if (each := self.each) is None else each.recorded()
         recorded = to.program.attempt(lambda: to.program.linear(x, weight, self.bias, **options))
         if recorded is not None:
             return recorded
@@ -264,7 +271,8 @@ class Linear(PackedHolder):
 
     def dense_head(self) -> DenseHead | None:
         """This layer as tensors, for a kernel that multiplies itself; None if it is more than W x + b."""
-        return DenseHead(self.weight, self.bias) if self.codec is None and self.adapter is None else None
+        adapted = self.adapter is not None or self.each is not None
+        return DenseHead(self.weight, self.bias) if self.codec is None and not adapted else None
 
     def matrix(self) -> Tensor:
         """W [out, in] for reading, without bias and adapter.

@@ -9,7 +9,6 @@ d = n + r.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -142,12 +141,14 @@ class MLA(Block):
         dtype = torch.float32 if q_nope_SHn.device.type == "cpu" else q_nope_SHn.dtype
         q_HSn = q_nope_SHn.transpose(0, 1).to(dtype)
         products = [
-            (out_HOq.to(dtype), None if in_qc is None else in_qc.to(dtype)) for out_HOq, in_qc in self._kv_b()
+            (out_HOq.to(dtype), None if in_qc is None else in_qc.to(dtype), rows)
+            for out_HOq, in_qc, rows in [(*pair, None) for pair in self._kv_b()] + self._kv_b_each(len(q_SHd))
         ]
 
         # W_kᵀ q, then attention over the latents
         q_HSc = _total(
-            _right(torch.bmm(q_HSn, out_HOq[:, : self.nope]), in_qc) for out_HOq, in_qc in products
+            (_right(torch.bmm(_of(q_HSn, rows), out_HOq[:, : self.nope]), in_qc), rows)
+            for out_HOq, in_qc, rows in products
         )
         q_SHC = torch.cat((q_HSc.transpose(0, 1).to(q_rope_SHr.dtype), q_rope_SHr), dim=-1)
         kv_SN1C = latent_SNC[:, :, None]
@@ -159,8 +160,13 @@ class MLA(Block):
 
         # W_v Σ p latent
         o_HSv = _total(
-            torch.bmm(_right(o_HSc, None if in_qc is None else in_qc.t()), out_HOq[:, self.nope :].mT)
-            for out_HOq, in_qc in products
+            (
+                torch.bmm(
+                    _right(_of(o_HSc, rows), None if in_qc is None else in_qc.t()), out_HOq[:, self.nope :].mT
+                ),
+                rows,
+            )
+            for out_HOq, in_qc, rows in products
         )
         return o_HSv.transpose(0, 1).to(q_nope_SHn.dtype)
 
@@ -182,6 +188,8 @@ class MLA(Block):
         # W_kᵀ q, attention over the latents, W_v
         matrix = self.kv_b_proj.weight if self.kv_b_proj.codec is None else self.kv_b_proj.packed
         adapter = None if self.kv_b_proj.adapter is None else self.kv_b_proj.adapter.factors()
+        if (each := self.kv_b_proj.each) is not None:
+            adapter = each.recorded()
         q = latent_query(program, q, sizes, matrix, adapter)
         # all heads share the keys; blocks of four are jobs of their own
         blocks = self.num_heads // 4 if self.num_heads % 4 == 0 else 1
@@ -225,13 +233,21 @@ class MLA(Block):
 
         The terms are its weight, and its adapter's scale · B and A.
         """
-        products: list[tuple[Tensor, Tensor | None]] = [
-            (self.kv_b_proj.matrix().unflatten(0, (self.num_heads, -1)), None)
-        ]
+        products: list[tuple[Tensor, Tensor | None]] = [(self._by_head(self.kv_b_proj.matrix()), None)]
         if self.kv_b_proj.adapter is not None:
             A_Rc, B_OR, scale = self.kv_b_proj.adapter.factors()
-            products.append(((B_OR * scale).unflatten(0, (self.num_heads, -1)), A_Rc))
+            products.append((self._by_head(B_OR * scale), A_Rc))
         return products
+
+    def _kv_b_each(self, count: int) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Return the terms of several adapters, each with the rows, of `count`, that have it; None: all."""
+        if (each := self.kv_b_proj.each) is None:
+            return []
+        groups = each.groups(count, self.kv_a_layernorm.weight.device)
+        return [(self._by_head(B_OR * scale), A_Rc, rows) for A_Rc, B_OR, scale, rows in groups]
+
+    def _by_head(self, out_Oq: Tensor) -> Tensor:
+        return out_Oq.unflatten(0, (self.num_heads, -1))
 
 
 class UnrotatedMLA(MLA):
@@ -249,5 +265,13 @@ def _right(x_HSq: Tensor, in_qc: Tensor | None) -> Tensor:
     return x_HSq if in_qc is None else x_HSq @ in_qc
 
 
-def _total(terms: Iterable[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, terms)
+def _of(x_HSq: Tensor, rows: Tensor | None) -> Tensor:
+    return x_HSq if rows is None else x_HSq[:, rows]
+
+
+def _total(terms: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """The sum of all terms; one of some rows is added to these."""
+    (total, _), *more = terms
+    for term, rows in more:
+        total = total + term if rows is None else total.index_add(1, rows, term)
+    return total

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from unfreeze.kernels.decode_step.program import CannotRecord, Program, Row, Store, Tables
 from unfreeze.kernels.rotary import Pairing
 from unfreeze.models.blocks.cache import Cache
+from unfreeze.models.blocks.each import Assigned
 from unfreeze.models.blocks.shared_cache import SharedCache
 from unfreeze.models.blocks.step_pass import StepPass
 
@@ -45,10 +47,11 @@ class Recording:
         self.present = Present()
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def step(self, run: StepPass) -> None:
-        """Begin a step: its positions and rotary tables."""
+    def step(self, run: StepPass, assigned: Assigned) -> None:
+        """Begin a step: its positions, rotary tables, and the adapter of each row."""
         self.present.run = run
         rows = len(run.positions_T)
+        self.program.slots[:rows] = torch.tensor(assigned.of_rows(rows))
         self.program.positions[:rows] = run.positions_T
         self.program.place(self.cache.table() if isinstance(self.cache, SharedCache) else None, rows)
         for name, kept in self._tables.items():

@@ -1,6 +1,8 @@
-"""The buffers of a recorded step: a vector per sequence, in the forms that operations read."""
+"""What the operations of a step read and write: a vector per sequence, and tensors of the cache."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,3 +47,15 @@ class Row:
     def part(self, first: int, width: int) -> Row:
         """A view of `width` numbers of each sequence."""
         return Row(self.tensor[:, first : first + width], self.pairs)
+
+
+class Store(NamedTuple):
+    """A tensor of the cache: each row's own positions [S, N, …], and prompts that rows share [P, M, …]."""
+
+    rows: Tensor
+    prompts: Tensor | None = None
+
+
+def memory_of(each: Row | Tensor) -> int:
+    """The same number for all views of one buffer."""
+    return (each.tensor if isinstance(each, Row) else each).untyped_storage().data_ptr()
