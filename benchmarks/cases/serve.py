@@ -17,11 +17,10 @@ from typing import Literal, get_args
 from pydantic import Field
 
 from benchmarks.harness.case import Measured, OnCheckpoint, Run, pick
-from benchmarks.harness.serving import Load, Server, checkpoint, fastest
-from unfreeze.checkpoint.manifest import read_json
+from benchmarks.harness.serving import Load, Server, checkpoint, fastest, take_turns
 
 Named = Literal["tiny-k2", "dense"]
-THEIRS = "transformers"
+OURS, THEIRS = "unfreeze", "transformers"
 WAYS = ("--continuous-batching --attn-implementation sdpa", "--continuous-batching", "")
 
 
@@ -35,34 +34,27 @@ class Config(Measured, OnCheckpoint):
     longest: int = Field(default=96, ge=3, description="tokens of the longest answer; the shortest: a third")
     layers: int = Field(default=28, ge=1, le=28, description="layers of the dense model")
     rounds: int = Field(default=3, ge=1, description="timed rounds of each side; the median counts")
-    their_flags: tuple[str, ...] = Field(
-        default=WAYS, min_length=1, description="flags of transformers serve"
-    )
+    their_flags: tuple[str, ...] = Field(default=WAYS, min_length=1, description="of transformers serve")
 
 
 def rows(config: Config, run: Run):
     with TemporaryDirectory(prefix="unfreeze-bench-") as temporary:
         for name in config.models:
-            folders, best, tried = (
-                checkpoint(Path(config.checkpoint or temporary), name, config.layers),
-                "",
-                {},
-            )
-            words = read_json(folders["unfreeze"] / "config.json")["vocab_size"]
+            folders = checkpoint(Path(config.checkpoint or temporary), name, config.layers)
+            best, tried = "", {}
             for streams in config.streams:
-                load = Load.draw(streams * config.requests, config.prompt, config.longest, streams, words)
+                load = Load.draw(
+                    streams * config.requests, config.prompt, config.longest, streams, folders[OURS]
+                )
                 if not tried:
                     best, tried = fastest(folders[THEIRS], config.their_flags, load, config.threads)
-                    run.say(f"{name}: transformers serve {best}, of {tried}")
-                ours = Server("unfreeze", folders["unfreeze"], (), config.threads)
+                ours = Server(OURS, folders[OURS], (), config.threads)
                 theirs = Server(THEIRS, folders[THEIRS], best.split(), config.threads)
-                for turn in range(config.rounds):
-                    for side in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
-                        run.say(f"{name}, {streams} streams: {side.side} {side.round(load):.1f} tokens/s")
+                take_turns((ours, theirs), load, config.rounds, run.say)
                 results = [ours.results(load), theirs.results(load) | {"tried": tried}]
                 times = results[0]["of_transformers"] = ours.speed(load) / theirs.speed(load)
                 results[0]["note"] = f"{name}, {streams} streams: {times:.2f} × transformers serve {best}"
                 settings = {"model": name, "streams": streams, "their_flags": best}
                 settings |= pick(config, "requests", "prompt", "longest", "layers", "rounds")
-                for side, result in zip((ours, theirs), results, strict=True):
-                    yield run.row(side.side, settings, result)
+                yield run.row(OURS, settings, results[0])
+                yield run.row(THEIRS, settings, results[1])

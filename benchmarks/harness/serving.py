@@ -23,7 +23,7 @@ import tokenizers
 
 from benchmarks.harness import shapes
 from benchmarks.harness.checkpoints import expanded, made, make
-from benchmarks.harness.sides import OF_PEERS, SideFailed, python_path
+from benchmarks.harness.sides import OF_PEERS, Say, SideFailed, python_path
 from unfreeze.checkpoint.manifest import read_json
 
 SPREAD = 3  # the longest answer over the shortest
@@ -76,9 +76,10 @@ class Load:
     streams: int
 
     @classmethod
-    def draw(cls, requests: int, prompt: int, longest: int, streams: int, vocab_size: int) -> Load:
+    def draw(cls, requests: int, prompt: int, longest: int, streams: int, folder: Path) -> Load:
         """Lengths are drawn evenly from a third of the longest to the longest."""
         draw = random.Random(requests * 100_003 + longest)
+        vocab_size = read_json(folder / "config.json")["vocab_size"]
         prompts = [" ".join(f"t{draw.randrange(vocab_size)}" for _ in range(prompt)) for _ in range(requests)]
         lengths = [draw.randint(-(-longest // SPREAD), longest) for _ in range(requests)]
         return cls(prompts, lengths, streams)
@@ -197,6 +198,13 @@ def _end(output: Any) -> str:
     """The last lines of a server's output."""
     output.seek(0)
     return output.read().decode("utf-8", "replace")[-SHOWN:]
+
+
+def take_turns(sides: tuple[Server, Server], load: Load, rounds: int, say: Say) -> None:
+    """Time rounds of both: A B, B A, A B …"""
+    for turn in range(rounds):
+        for side in sides if turn % 2 == 0 else sides[::-1]:
+            say(f"{side.side}, {load.streams} streams: {side.round(load):.1f} tokens/s")
 
 
 def fastest(folder: Path, ways: Sequence[str], load: Load, threads: int) -> tuple[str, dict[str, str]]:
