@@ -132,7 +132,7 @@ class Server:
                 continue
             if reply.status_code == 200:
                 return
-            if reply.status_code != 503:
+            if reply.status_code != 503 or self.side != "unfreeze":
                 raise SideFailed(f"{self.side} answered {reply.status_code}: {reply.text[:SHOWN]}")
             time.sleep(0.3)
         raise SideFailed(f"{self.side} is not ready: {_end(output)}")
