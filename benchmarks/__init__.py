@@ -26,6 +26,7 @@ BENCHMARKS = {
     "store": "random reads of the token store, beside what a training step needs",
     "decode": "generation from the INT4 checkpoint, beside transformers' generate",
     "mixed": "answers of mixed lengths, as rollouts have them, beside transformers' generate",
+    "serve": "tokens a second to one client of 16 and 64 streams, beside transformers serve",
     "growth": "time and memory per token from 4 k to 64 k tokens per step, beside what the plan states",
     "beyond": "training a checkpoint larger than the memory allowed, experts from disk",
     "equal": "runs on several processes, beside the run of one: outputs, gradients and losses",

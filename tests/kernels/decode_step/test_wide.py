@@ -1,21 +1,23 @@
-"""Products of many rows by a GEMM equal the loops, part by part, in every place of a program."""
+"""Products of many rows by the matrix unit equal the loops, in every place of a program."""
 
 import pytest
 import torch
 
+from unfreeze.kernels.decode_step import program as programs
 from unfreeze.kernels.decode_step import wide
+from unfreeze.kernels.decode_step.pointer import Callee
 from unfreeze.kernels.decode_step.program import Program, Row
-from unfreeze.kernels.loops.bf16_cpu import available
+from unfreeze.kernels.loops.amx_tile import available
 
-pytestmark = pytest.mark.skipif(not available(), reason="no AVX512-bf16")
-WIDTH, HEIGHT, RANK, ROWS = 64, 96, 4, 9
+HAS_TILES = pytest.mark.skipif(not available(), reason="no AMX")
+WIDTH, HEIGHT, RANK, ROWS = 64, 96, 4, 41
 
 
 def draw(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / shape[-1] ** 0.5
 
 
-def step(wide_from: int | None, rows: int, *, calls: bool = False, skip: str = "") -> torch.Tensor:
+def step(wide_from: int | None, rows: int, *, calls: bool = False) -> torch.Tensor:
     """norm, two products (bias, adapter, sum, factor), activation, product; the sums of all in the last."""
     program = Program(ROWS, torch.bfloat16)
     program._wide_from = wide_from
@@ -29,30 +31,82 @@ def step(wide_from: int | None, rows: int, *, calls: bool = False, skip: str = "
     if calls:
         program.call(lambda rows: gate.tensor[:rows].mul_(2))
     y = program.linear(program.activate(gate, up, 0), W3, adapter=adapter, add=x, factor=0.5)
-    if skip:
-        program._wide = [(i, lambda rows: None) for i, _ in program._wide]
     program.finish()
     program.run(rows)
     return y.tensor[:rows].clone()
 
 
+def _nothing(like, job, rows, arguments, numbers):
+    pass
+
+
+@HAS_TILES
 @pytest.mark.parametrize("calls", [False, True])
-@pytest.mark.parametrize("rows", [1, 5, 9])
-def test_gemm_equals_the_loops_within_bf16(rows, calls):
-    loops, gemm = step(None, rows, calls=calls), step(1, rows, calls=calls)
-    torch.testing.assert_close(gemm, loops, rtol=2e-2, atol=2e-2)
-    assert not torch.equal(gemm, loops)  # it is another way
-    # control: the products are not computed, and it shows
-    assert not torch.allclose(step(1, rows, calls=calls, skip="all"), loops, rtol=2e-2, atol=2e-2)
+@pytest.mark.parametrize("rows", [1, 16, 17, 33, 41])
+def test_tiles_equal_the_loops(rows, calls, monkeypatch):
+    loops, tiles = step(None, rows, calls=calls), step(1, rows, calls=calls)
+    torch.testing.assert_close(
+        tiles, loops, rtol=2e-3, atol=2e-3
+    )  # sums of other order, rounded to bf16 between
+    if rows > 1:
+        assert not torch.equal(tiles, loops)  # it is another way
+        # an answer of a row does not depend on the rows beside it
+        assert torch.equal(tiles[: rows // 2], step(1, rows // 2, calls=calls))
+    # control: x is not laid out in tiles, and it shows
+    monkeypatch.setattr(programs, "tile_rows", Callee(_nothing))
+    assert not torch.allclose(step(1, rows, calls=calls), loops, rtol=2e-3, atol=2e-3)
 
 
+@HAS_TILES
+@pytest.mark.parametrize(("height", "width"), [(96, 2048), (64, 32), (40, 64), (96, 48)])
+def test_products_equal_float64(height, width):
+    """Sizes that tiles cover and sizes that they do not, the latter by the loop."""
+    weight, x = draw(height, width, seed=1).bfloat16(), draw(ROWS, width, seed=2).bfloat16()
+    program = Program(ROWS, torch.bfloat16)
+    y = program.linear(Row(x.float(), program.pairs), weight)
+    assert any(each.only_wide for each in program._operations) == (height % 32 == 0 and width % 32 == 0)
+    program.finish()
+    program.run(ROWS)
+    torch.testing.assert_close(y.tensor.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-6)
+
+
+@HAS_TILES
+def test_torch_multiplies_as_before_after_a_step():
+    """oneDNN keeps its own sizes of tiles: a step gives them back."""
+    a, b = draw(70, 96, seed=1).bfloat16(), draw(90, 96, seed=2).bfloat16()
+    before = a @ b.T
+    step(1, 41)
+    assert torch.equal(a @ b.T, before)
+
+
+@HAS_TILES
 def test_few_rows_keep_the_loops():
     assert torch.equal(step(6, 5), step(None, 5))
     assert not torch.equal(step(6, 6), step(None, 6))
 
 
-def test_only_classes_with_a_matrix_unit_have_a_bound(monkeypatch):
-    for kind, bound in (("cpu-amx", 6), ("cpu-avx512-bf16", None), ("cpu-avx2", None)):
-        monkeypatch.setattr(wide, "cpu_class", lambda kind=kind: kind)
+@HAS_TILES
+def test_an_attempt_taken_back_lays_x_out_again():
+    def record(taken_back: bool) -> torch.Tensor:
+        program = Program(ROWS, torch.bfloat16)
+        x, weight = Row(draw(ROWS, WIDTH, seed=1), program.pairs), draw(HEIGHT, WIDTH, seed=2).bfloat16()
+
+        def attempt():
+            program.linear(x, weight)
+            raise programs.CannotRecord("planted")
+
+        if taken_back:
+            assert program.attempt(attempt) is None
+        y = program.linear(x, weight)
+        program.finish()
+        program.run(ROWS)
+        return y.tensor
+
+    assert torch.equal(record(True), record(False))
+
+
+def test_only_a_matrix_unit_has_a_bound(monkeypatch):
+    for has, bound in ((True, wide.FROM), (False, None)):
+        monkeypatch.setattr(wide, "available", lambda has=has: has)
         assert wide.wide_from(True) == bound
         assert wide.wide_from(False) is None

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.decode_step.wide import tiles_of
+from unfreeze.kernels.loops.amx_tile import SIDE
+
 
 class Row:
     """A float32 vector per sequence, [S, width], and the same packed if a product reads it (rows.py)."""
@@ -15,6 +18,8 @@ class Row:
         self.tensor, self.width, self.pairs = tensor, tensor.shape[1], pairs
         self._packed: Tensor | None = None
         self.stale = True  # True until an operation writes the packed form with this value
+        self._tiles: Tensor | None = None
+        self.tiled = False  # True once an operation lays the packed form out in tiles
 
     @property
     def address(self) -> int:
@@ -27,8 +32,17 @@ class Row:
     @property
     def packed(self) -> Tensor:
         if self._packed is None:
-            self._packed = torch.zeros(self.tensor.shape, dtype=torch.int16 if self.pairs else torch.float32)
+            rows, width = self.tensor.shape
+            size = SIDE * tiles_of(rows), width  # so many are laid out in tiles
+            self._packed = torch.zeros(size, dtype=torch.int16 if self.pairs else torch.float32)[:rows]
         return self._packed
+
+    @property
+    def tiles(self) -> Tensor:
+        """The packed form as the matrix unit reads it (wide.py)."""
+        if self._tiles is None:
+            self._tiles = torch.zeros(tiles_of(len(self.tensor)), self.width // 2, SIDE, dtype=torch.int32)
+        return self._tiles
 
     def part(self, first: int, width: int) -> Row:
         """A view of `width` numbers of each sequence."""

@@ -28,7 +28,8 @@ from unfreeze.kernels.decode_step.ops import ACT_WIDTH, LINEAR_ROWS
 from unfreeze.kernels.decode_step.pointer import Callee
 from unfreeze.kernels.decode_step.slots import NONE, SlotTable
 from unfreeze.kernels.decode_step.weights import DENSE, CannotRecord, Weight, dense_weight
-from unfreeze.kernels.decode_step.wide import Product, Wide, wide_from
+from unfreeze.kernels.decode_step.wide import fits, linear_by_tiles, tile_rows, tiles_of, wide_from
+from unfreeze.kernels.loops.amx_tile import SIDE, config
 from unfreeze.kernels.loops.bf16_cpu import available
 from unfreeze.kernels.loops.cores import in_runs
 from unfreeze.quant.codec import Packed
@@ -37,7 +38,6 @@ Tables = tuple[int, int, int]
 """Addresses of cos and sin, float32 [S, pairs], and the number of pairs."""
 
 COLUMNS = team.ARGUMENTS + ARGUMENTS
-_Stop = tuple[int, int, Callable[[int], None] | None]
 
 
 class Heads(NamedTuple):
@@ -58,6 +58,8 @@ class _Operation:
     numbers: list[float] = field(default_factory=list)
     count: int = 0
     first: int = 0
+    wide: Callee | None = None  # the loop for many rows; None: the same
+    only_wide: bool = False  # left out for few rows
 
 
 class Program:
@@ -71,13 +73,11 @@ class Program:
         self.positions = torch.zeros(rows, dtype=torch.int64)
         self.places = torch.zeros(rows, dtype=torch.int64)  # of the new token, in its row of the cache
         self.shared = torch.zeros(rows, 2, dtype=torch.int64)  # slot of a row's prompt, and its length
-        self.slots = torch.full(
-            (rows,), NONE
-        )  # of each row's adapter, where matrices have several (slots.py)
+        self.slots = torch.full((rows,), NONE)  # of each row's adapter, if there are several (slots.py)
         self._holds: list[Any] = [self.positions, self.places, self.shared, self.slots]
+        self._sizes = torch.from_numpy(config())
         self._operations: list[_Operation] = []
         self._calls: list[tuple[int, Callable[[int], None]]] = []  # before operation i, on the host
-        self._wide: list[Wide] = []  # in place of operation i, on the host, for many rows
         self._wide_from = wide_from(self.pairs)
         self._free: dict[int, list[Row]] = {}
         self._taken: list[Row] = []
@@ -98,7 +98,8 @@ class Program:
     def row(self, width: int) -> Row:
         """A buffer; it may have served an earlier layer (`reuse`)."""
         free = self._free.get(width)
-        taken = free.pop() if free else Row(torch.zeros(self.rows, width), self.pairs)
+        whole = SIDE * tiles_of(self.rows)  # products by tiles write so many
+        taken = free.pop() if free else Row(torch.zeros(whole, width)[: self.rows], self.pairs)
         taken.stale = True
         self._taken.append(taken)
         return taken
@@ -174,7 +175,7 @@ class Program:
         return address
 
     def _now_packed(self, x: Row) -> None:
-        x.stale = False
+        x.stale = x.tiled = False
         self._fresh.append(x)
 
     def packed_stride(self, x: Row) -> int:
@@ -200,8 +201,12 @@ class Program:
         reads: Iterable[Any] = (),
         writes: Iterable[Any] = (),
         count: int = 0,
+        wide: Callee | None = None,
+        only_wide: bool = False,
     ) -> None:
         """Append an operation. It waits for those before it only if it touches what they write or read.
+
+        For many rows (wide.py) the loop is `wide`, if there is one; `only_wide`: for few rows it is left out.
 
         All that it reads and writes lives as long as the program.
         """
@@ -209,7 +214,8 @@ class Program:
         self._holds += reads + writes
         read, written = {memory_of(each) for each in reads}, {memory_of(each) for each in writes}
         index = len(self._operations)
-        operation = _Operation(loop, jobs, of_rows, list(arguments), list(numbers), count, index)
+        lists = list(arguments), list(numbers)
+        operation = _Operation(loop, jobs, of_rows, *lists, count, index, wide, only_wide)
         if read & self._written or written & (self._written | self._read):
             operation.first, self._phase = self._phase, index
             self._read, self._written = set(), set()
@@ -224,12 +230,12 @@ class Program:
 
     def attempt(self, record: Callable[[], Row]) -> Row | None:
         """record(), or None if it raises CannotRecord; what it had appended is taken back."""
-        before = len(self._operations), len(self._calls), len(self._fresh), len(self._wide)
+        before = len(self._operations), len(self._calls), len(self._fresh)
         waits = self._phase, set(self._read), set(self._written)
         try:
             return record()
         except CannotRecord:
-            del self._operations[before[0] :], self._calls[before[1] :], self._wide[before[3] :]
+            del self._operations[before[0] :], self._calls[before[1] :]
             self._phase, self._read, self._written = waits
             for row in self._fresh[before[2] :]:
                 row.stale = True
@@ -281,22 +287,30 @@ class Program:
         packed, out = self.packed(x), self.row(O)
         end = [add.address, add.stride] if add is not None else [0, 0]
         arguments = [*W.arguments, K, O, packed, self.packed_stride(x), out.address, out.stride]
-        if self._wide_from is not None and isinstance(weight, Tensor) and weight.dtype == torch.bfloat16:
-            more = None if adapter is None or low is None else (low.tensor, adapter[1].detach(), adapter[2])
-            ends = None if bias is None else bias.detach().float(), None if add is None else add.tensor
-            own = None if each is None or low is None else (low.tensor, each, self.slots)
-            product = Product(x.packed, weight.detach(), out.tensor, *ends, factor, more, own)
-            self._wide.append((len(self._operations), product))
+        tiles, wide = self._in_tiles(x, weight)
         self.add(
             ops.linear,
             -(-O // LINEAR_ROWS),
             False,
-            [*arguments, self.vector(bias), *end, *of_adapter, *self.tables(each)],
+            [*arguments, self.vector(bias), *end, *of_adapter, *self.tables(each), *tiles],
             [factor, adapter[2] if adapter else 0.0],
-            reads=[x.packed, *([add] if add is not None else []), *([low] if low is not None else [])],
+            reads=[x.packed, *([add] if add is not None else []), *([low] if low is not None else []), *wide],
             writes=[out],
+            wide=linear_by_tiles if wide else None,
         )
         return out
+
+    def _in_tiles(self, x: Row, weight: Tensor | Packed) -> tuple[list[int], list[Tensor]]:
+        """Addresses of packed x in tiles and of their sizes, and the tiles; nothing where none are used."""
+        if self._wide_from is None or isinstance(weight, Packed) or not fits(weight):
+            return [], []
+        if not x.tiled:
+            x.tiled = True
+            self._fresh.append(x)
+            arguments = [x.packed.data_ptr(), self.packed_stride(x), x.width, x.tiles.data_ptr()]
+            ends: Any = {"reads": [x.packed], "writes": [x.tiles], "only_wide": True}
+            self.add(tile_rows, len(x.tiles), False, arguments, **ends)
+        return [x.tiles.data_ptr(), self._sizes.data_ptr()], [x.tiles]
 
     def dots(self, x: Row, weight: Tensor) -> Row:
         """W x in float32 throughout: x is not rounded, whatever the arithmetic of the other products."""
@@ -439,44 +453,43 @@ class Program:
 
     def finish(self) -> None:
         """Turn the list into the table that the loop reads."""
-        self._table = np.zeros((len(self._operations), COLUMNS), np.int64)
+        self._tables = self._table(False), self._table(self._wide_from is not None)
         self._numbers = np.zeros((len(self._operations), ops.NUMBERS), np.float32)
         for i, operation in enumerate(self._operations):
-            head = [
-                operation.loop.address(self.pairs),
-                operation.jobs,
-                operation.of_rows,
-                operation.count,
-                operation.first,
-            ]
-            self._table[i, : len(head)] = head
-            self._table[i, team.ARGUMENTS : team.ARGUMENTS + len(operation.arguments)] = operation.arguments
             self._numbers[i, : len(operation.numbers)] = operation.numbers
         self._counters = np.zeros((len(self._operations), 2), np.int64)
-        # (operation, operations it replaces, function): a call comes before an operation, never in its place
-        calls = [(end, 0, function) for end, function in self._calls]
-        wide = [(end, 1, function) for end, function in self._wide]
-        last: list[_Stop] = [(len(self._operations), 0, None)]
-        self._stops = calls + last, sorted(calls + wide, key=lambda stop: stop[:2]) + last
+
+    def _table(self, wide: bool) -> np.ndarray:
+        """The table for few rows or for many."""
+        table = np.zeros((len(self._operations), COLUMNS), np.int64)
+        for i, operation in enumerate(self._operations):
+            loop = operation.wide if wide and operation.wide is not None else operation.loop
+            left_out = operation.only_wide and not wide
+            address, jobs = (0, 0) if left_out else (loop.address(self.pairs), operation.jobs)
+            head = [address, jobs, operation.of_rows, operation.count, operation.first]
+            table[i, : len(head)] = head
+            table[i, team.ARGUMENTS : team.ARGUMENTS + len(operation.arguments)] = operation.arguments
+        return table
 
     def run(self, rows: int) -> None:
         """Compute the step of the first `rows` sequences. Raises ValueError for more than were recorded."""
         if rows > self.rows:
             raise ValueError(f"{rows} sequences in a step recorded for {self.rows}")
         self._counters.fill(0)
-        begin, wide = 0, self._wide_from is not None and rows >= self._wide_from
-        for end, skipped, function in self._stops[wide]:
+        table = self._tables[self._wide_from is not None and rows >= self._wide_from]
+        begin = 0
+        for end, function in [*self._calls, (len(self._operations), None)]:
             if end > begin:
-                self._work(begin, end, rows)
+                self._work(table, begin, end, rows)
             if function is not None:
                 function(rows)
-            begin = end + skipped
+            begin = end
 
-    def _work(self, begin: int, end: int, rows: int) -> None:
+    def _work(self, table: np.ndarray, begin: int, end: int, rows: int) -> None:
         threads = torch.get_num_threads()
 
         def share(_start: int, _stop: int) -> None:
-            if team.work(self.like, self._table, self._numbers, begin, end, rows, self._counters):
+            if team.work(self.like, table, self._numbers, begin, end, rows, self._counters):
                 raise MemoryError("a step of generation found no memory for its sums")
 
         if threads == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -58,14 +57,3 @@ class SlotTable:
         """Empty a slot, which no sequence has."""
         if self.factors.pop(slot, None) is not None:
             self.entries[slot] = 0
-
-    def groups(self, slots: Sequence[int]) -> Iterator[tuple[Factors, list[int]]]:
-        """The factors that these sequences have, each with the numbers of its sequences."""
-        for slot in dict.fromkeys(slots):
-            if slot in self.factors:
-                yield self.factors[slot], [i for i, other in enumerate(slots) if other == slot]
-
-    def add(self, out: Tensor, low: Tensor, slots: Sequence[int]) -> None:
-        """out[s] += scale · B low[s], for many rows (wide.py). out [S, O], low [S, ≥ R]."""
-        for (_, B, scale), rows in self.groups(slots):
-            out[rows] = torch.addmm(out[rows], low[rows, : B.shape[-1]], B.T, alpha=scale)

@@ -1,0 +1,60 @@
+"""Time `unfreeze serve` beside `transformers serve`: tokens a second that one client receives.
+
+`unfreeze dev bench serve`, about 30 minutes on two cores. A client of /v1/completions keeps 16, then 64
+streams open until all prompts are answered. Lengths are drawn evenly from a third of the longest to the
+longest; no token ends an answer, and each side's usage is counted. The servers run one after the other, in
+rounds of both (A B B A …), each started anew and warmed up with short answers. Models: tiny-k2's shape, with
+experts expanded to bf16 for transformers; dense, the Qwen3-0.6B shape with --layers of its 28 layers.
+
+transformers needs `pip install "transformers[serving]"`. --their-flags are tried for one round each; the
+fastest runs. Without continuous batching its answers come one after the other.
+"""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal, get_args
+
+from pydantic import Field
+
+from benchmarks.harness.case import Measured, OnCheckpoint, Run, pick
+from benchmarks.harness.serving import Load, Server, checkpoint, fastest, take_turns
+
+Named = Literal["tiny-k2", "dense"]
+OURS, THEIRS = "unfreeze", "transformers"
+WAYS = ("--continuous-batching --attn-implementation sdpa", "--continuous-batching", "")
+
+
+class Config(Measured, OnCheckpoint):
+    """Flags of this benchmark."""
+
+    models: tuple[Named, ...] = Field(default=get_args(Named), min_length=1, description="which models")
+    streams: tuple[int, ...] = Field(default=(16, 64), min_length=1, description="answers at once")
+    requests: int = Field(default=2, ge=1, description="answers, for each at once")
+    prompt: int = Field(default=64, ge=1, description="tokens of a prompt")
+    longest: int = Field(default=96, ge=3, description="tokens of the longest answer; the shortest: a third")
+    layers: int = Field(default=28, ge=1, le=28, description="layers of the dense model")
+    rounds: int = Field(default=3, ge=1, description="timed rounds of each side; the median counts")
+    their_flags: tuple[str, ...] = Field(default=WAYS, min_length=1, description="of transformers serve")
+
+
+def rows(config: Config, run: Run):
+    with TemporaryDirectory(prefix="unfreeze-bench-") as temporary:
+        for name in config.models:
+            folders = checkpoint(Path(config.checkpoint or temporary), name, config.layers)
+            best, tried = "", {}
+            for streams in config.streams:
+                load = Load.draw(
+                    streams * config.requests, config.prompt, config.longest, streams, folders[OURS]
+                )
+                if not tried:
+                    best, tried = fastest(folders[THEIRS], config.their_flags, load, config.threads)
+                ours = Server(OURS, folders[OURS], (), config.threads)
+                theirs = Server(THEIRS, folders[THEIRS], best.split(), config.threads)
+                take_turns((ours, theirs), load, config.rounds, run.say)
+                results = [ours.results(load), theirs.results(load) | {"tried": tried}]
+                times = results[0]["of_transformers"] = ours.speed(load) / theirs.speed(load)
+                results[0]["note"] = f"{name}, {streams} streams: {times:.2f} × transformers serve {best}"
+                settings = {"model": name, "streams": streams, "their_flags": best}
+                settings |= pick(config, "requests", "prompt", "longest", "layers", "rounds")
+                yield run.row(OURS, settings, results[0])
+                yield run.row(THEIRS, settings, results[1])
