@@ -171,6 +171,18 @@ def test_a_client_that_leaves_frees_its_row(running, stream, path):
     assert until(lambda: load().gone == before + 1 and load().running == 0)
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_stream_that_is_refused_has_its_status(model, path):
+    """429, not an event of a stream that was begun."""
+    speech = Speech(model.tokenizer, 200)
+    full = Endpoint().serve(Router(Speaker(model.engine, max_wait=0), model.tokenizer, "tiny", speech))
+    for stream in (False, True):
+        body = {"messages": ASKED} if path.startswith("chat") else {"prompt": "The sun"}
+        answer = httpx.post(f"{full.url}/v1/{path}", json={**body, "stream": stream})
+        assert answer.status_code == 429 and "requests wait" in answer.json()["error"]["message"]
+    full.close()
+
+
 def test_sessions_record_completions_too(model, running):
     """Ids, log-probabilities after temperature and routes; a prompt that begins with a sample goes on with it."""
     session = Session(running.router.talk, Rules(HOT, 8, 200, replay=True), 3)

@@ -145,7 +145,8 @@ class Router:
         work = self._work(turn, chat, adapter, await self._allowed(talk, chat, turn))
         model = chat.model or self.name
         if chat.stream:
-            return _events(self._spoken(talk, turn, chat, work, model))
+            stream = _Streamed(self, talk, [work])  # begun here: a refusal still has its status
+            return _events(self._spoken(talk, turn, chat, stream, model))
         ((answers, tops),) = await self._answered(request, talk, [work])
         messages = talk.heard(turn, answers)
         logprobs = [
@@ -166,7 +167,9 @@ class Router:
         except ConfigError as error:  # a library is absent
             raise Refused(400, f"{grammar[1]}: {error.message}; {error.next}", param=grammar[1]) from None
 
-    async def _spoken(self, talk: Talk, turn: Turn, chat: Chat, work: Work, model: str) -> AsyncIterator[str]:
+    async def _spoken(
+        self, talk: Talk, turn: Turn, chat: Chat, stream: _Streamed, model: str
+    ) -> AsyncIterator[str]:
         """Yield the events of a stream: text as it becomes certain, calls at the end."""
         about = _about(written.head(model, "chat.completion.chunk"), chat)
         speech, live = (talk.speech, False) if isinstance(talk, Session) else (talk, True)
@@ -175,9 +178,9 @@ class Router:
             for _ in range(chat.n)
         ]
         listed: list[list[dict[str, Any]]] = [[] for _ in parts]  # log-probabilities that no event has yet
-        for i in range(chat.n):
-            yield written.chunk(about, i, {"role": "assistant", "content": ""}, None)
-        async with _Streamed(self, talk, [work]) as stream:
+        async with stream:
+            for i in range(chat.n):
+                yield written.chunk(about, i, {"role": "assistant", "content": ""}, None)
             async for _, piece in stream:
                 i = piece.row
                 if chat.top is not None:
@@ -209,7 +212,8 @@ class Router:
             for work in works:
                 work.prompt_logprobs = True
         if asks.stream:
-            return _events(self._continued(talk, turns, asks, works, model))
+            stream = _Streamed(self, talk, works)
+            return _events(self._continued(talk, turns, asks, stream, model))
         results = await self._answered(request, talk, works)
         for turn, (answers, _) in zip(turns, results, strict=True):
             talk.heard_text(turn, answers)
@@ -222,13 +226,13 @@ class Router:
         return JSONResponse({**written.head(model, "text_completion"), "choices": choices, "usage": usage})
 
     async def _continued(
-        self, talk: Talk, turns: Sequence[Turn], asks: Continue, works: Sequence[Work], model: str
+        self, talk: Talk, turns: Sequence[Turn], asks: Continue, stream: _Streamed, model: str
     ) -> AsyncIterator[str]:
         """Yield the events of a stream of continued texts."""
         about = _about(written.head(model, "text_completion"), asks)
         held: dict[int, list[Piece]] = {}  # pieces whose text is not certain yet
         ends = {}
-        async with _Streamed(self, talk, works) as stream:
+        async with stream:
             async for number, piece in stream:
                 i = number * asks.n + piece.row
                 pieces = held.setdefault(i, [])
