@@ -12,12 +12,16 @@ from dataclasses import replace
 import httpx
 import pytest
 
+import unfreeze
 from tests.serve.fakes import served, until
+from unfreeze.data.tokens.tokenizer import load_tokenizer
 from unfreeze.serve import gate
 from unfreeze.serve.connection import Patience
 from unfreeze.serve.gate import Rules, hashed
+from unfreeze.serve.request import read_chat
 from unfreeze.serve.running import Endpoint
 from unfreeze.serve.service import Service
+from unfreeze.serve.session import Speech
 
 KEY = "a-key-of-24-characters--"
 
@@ -326,3 +330,13 @@ def test_only_http_is_answered():
         await Service()({"type": "websocket"}, None, None)
 
     asyncio.run(websocket())
+
+
+@pytest.mark.parametrize(("longest", "most"), [(5, 5), (None, 50)])
+def test_an_answer_has_so_many_tokens(longest, most):
+    tokenizer = load_tokenizer(unfreeze.TINY_K2)
+    speech = Speech(tokenizer, 4096, 20, longest)
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50}
+    assert speech.begin(read_chat(json.dumps(body).encode())).most == most
+    del body["max_tokens"]
+    assert speech.begin(read_chat(json.dumps(body).encode())).most == min(20, most)

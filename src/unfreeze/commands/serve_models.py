@@ -159,7 +159,8 @@ def opened(config: Config, service: Service, common: Common) -> Served:
     rows = config.max_rows or None
     speaker = Speaker(model.engine, max_rows=rows, max_wait=config.max_waiting, adapters=several)
     warmed(speaker, several.names if several else (), tell)
-    speech = Speech(model.tokenizer, model.decoder.shape.max_positions, config.max_new_tokens)
+    most = config.max_new_tokens
+    speech = Speech(model.tokenizer, model.decoder.shape.max_positions, most, longest=most)
     names = (lambda: several.names) if several else tuple
     return Served(Router(speaker, model.tokenizer, sources.name, speech, adapters=names), versions)
 

@@ -80,12 +80,16 @@ class Speech:
     """Turns messages to prompts and sampled tokens to messages. Each request is a prompt of its own.
 
     new_tokens  of an answer, if the request names no number
+    longest     most tokens of an answer, whatever the request names; None: as many as fit
     """
 
     ended = False
 
-    def __init__(self, tokenizer: Tokenizer, positions: int, new_tokens: int = 1024):
+    def __init__(
+        self, tokenizer: Tokenizer, positions: int, new_tokens: int = 1024, longest: int | None = None
+    ):
         self.tokenizer, self.positions, self.new_tokens = tokenizer, positions, new_tokens
+        self.longest = positions if longest is None else longest
         self._read: Read | ConfigError
         try:
             self._read = reads_calls(tokenizer.chat.source)
@@ -100,7 +104,7 @@ class Speech:
     def begin(self, chat: Chat) -> Turn:
         """Return the request's prompt and sampling, by OpenAI's defaults. Raises Refused."""
         prompt, thought = self.prompt(chat)
-        most = room_for(prompt, self.positions, chat.new_tokens or self.new_tokens)
+        most = room_for(prompt, self.positions, min(self.longest, chat.new_tokens or self.new_tokens))
         return Turn(
             chat.messages, chat.tools, Sample(prompt), _sampling(chat, most, 0), most, thought=thought
         )
@@ -108,7 +112,7 @@ class Speech:
     def begin_text(self, request: Continue, number: int) -> Turn:
         """The same for a text that is continued: the prompt of this number. Raises Refused."""
         prompt = request.prompts[number]
-        most = room_for(prompt, self.positions, request.new_tokens or 0, "prompt")
+        most = room_for(prompt, self.positions, min(self.longest, request.new_tokens or 0), "prompt")
         return Turn([], None, Sample(prompt), _sampling(request, most, number), most, raw=True)
 
     def heard(self, turn: Turn, answers: Sequence[Completion]) -> list[Message]:
