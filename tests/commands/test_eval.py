@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -64,7 +65,7 @@ def test_before_and_after_with_intervals_and_in_the_report(run, files, unfreeze_
     # one more task: the others stay in the record, and the report shows all
     monkeypatch.undo()
     unfreeze_json("eval", run, "--tasks", "recall", "--lengths", 64, "--limit", 4, *SHORT)
-    summary = "\n".join(unfreeze_json("report", run)["summary"])
+    summary = " ".join(" ".join(unfreeze_json("report", run)["summary"]).split())  # lines are folded
     assert "Scores" in summary and "bits per byte" in summary and "recall" in summary
     report = (run / "report.html").read_text(encoding="utf-8")
     assert "Scores, before and after" in report and "95 %" in report
@@ -210,11 +211,10 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(run, files, capsys, monk
     assert "mine" in capsys.readouterr().err
 
 
-def own_metric(prompt, completion, answer):
-    return len(completion)
-
-
-def test_python(run, files):
+def test_python(run, files, monkeypatch):
+    (files / "lengths.py").write_text("def own(prompt, completion, answer):\n    return len(completion)\n")
+    monkeypatch.syspath_prepend(files)
+    own_metric = importlib.import_module("lengths").own
     rows = f"rows:{files / 'rows.jsonl'}"
     result = unfreeze.evaluate(
         unfreeze.FinishedRun(run),

@@ -134,7 +134,7 @@ def _named(metric: str) -> str:
     return f"{metric}:{(defined or [METRIC])[0]}"
 
 
-def _of_harness(names: Sequence[str], settings: Settings) -> list[Task]:
+def _of_harness(names: Sequence[str], settings: Settings) -> Sequence[Task]:
     """Return tasks of lm-eval: names that it knows, and YAML files."""
     from unfreeze.evaluate.harness import harness_tasks
 
