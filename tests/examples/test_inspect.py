@@ -39,9 +39,10 @@ def test_inspect_scores_a_served_model(tmp_path):
     try:
         models = _models(url, server)
         names = {"UNFREEZE_BASE_URL": url, "UNFREEZE_API_KEY": "none", "INSPECT_LOG_DIR": str(tmp_path)}
-        command = [HOME / "bin" / "inspect", "eval", FOLDER / "capitals.py", "--model"]
+        # Inspect takes no absolute path
+        command = [HOME.absolute() / "bin" / "inspect", "eval", "capitals.py", "--model"]
         command += [f"openai-api/unfreeze/{models[0]}", "--display", "plain", "--log-format", "json"]
-        subprocess.run(command, env={**os.environ, **names}, check=True, timeout=300, cwd=tmp_path)
+        subprocess.run(command, env={**os.environ, **names}, check=True, timeout=300, cwd=FOLDER)
     finally:
         server.terminate()
         server.wait(30)
