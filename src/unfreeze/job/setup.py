@@ -321,8 +321,10 @@ def watched(
     patience = watch.early_stop
     evaluation: list[Validation | Evaluation] = []
     if rows.tasks:
-        options = {"every": watch.eval_every, "keep": keep, "patience": patience, "group": group}
-        evaluation = [Evaluation(state, rows.tasks, at.speaker, **options)]
+        hook = Evaluation(
+            state, rows.tasks, at.speaker, every=watch.eval_every, keep=keep, patience=patience, group=group
+        )
+        evaluation.append(hook)
     validation = validation_of(
         state,
         dataset,
