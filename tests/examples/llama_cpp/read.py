@@ -42,9 +42,8 @@ context = lib.llama_init_from_model(model, settings)
 if task.get("lora"):
     adapter = lib.llama_adapter_lora_init(model, task["lora"].encode())
     assert adapter, "llama.cpp does not load the adapter"
-    adapters = (ctypes.c_void_p * 1)(adapter)
-    pointer = ctypes.cast(adapters, lib.llama_set_adapters_lora.argtypes[1])
-    assert lib.llama_set_adapters_lora(context, pointer, 1, (ctypes.c_float * 1)(1.0)) == 0
+    adapters = (lib.llama_adapter_lora_p_ctypes * 1)(adapter)
+    assert lib.llama_set_adapters_lora(context, adapters, 1, (ctypes.c_float * 1)(1.0)) == 0
 ids = task["ids"]
 batch = lib.llama_batch_init(len(ids), 0, 1)
 batch.n_tokens = len(ids)

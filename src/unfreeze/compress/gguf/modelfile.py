@@ -36,9 +36,9 @@ class Form:
 
     def render(self, turns: Sequence[Turn]) -> str:
         """The conversation, with the assistant's turn opened."""
-        told = any(turn["role"] == "system" for turn in turns)
+        spoken = any(turn["role"] == "system" for turn in turns)
         texts = [turn["content"].join(self.around[turn["role"]]) for turn in turns]
-        return ("" if told else self.absent) + "".join(texts) + self.opening
+        return ("" if spoken else self.absent) + "".join(texts) + self.opening
 
     @property
     def go(self) -> str:

@@ -46,11 +46,11 @@ def pre_of(backend: tokenizers.Tokenizer, file: Mapping[str, Any]) -> str:
 
     file: tokenizer.json. Raises ConfigError if llama.cpp has no such rules.
     """
-    print_ = fingerprint(backend)
-    name = BY_FINGERPRINT.get(print_) or BY_RULES.get(_rules(file))
+    mark = fingerprint(backend)
+    name = BY_FINGERPRINT.get(mark) or BY_RULES.get(_rules(file))
     if name is None:
         raise ConfigError(
-            f"llama.cpp does not know how this tokenizer splits words (fingerprint {print_[:12]}…)",
+            f"llama.cpp does not know how this tokenizer splits words (fingerprint {mark[:12]}…)",
             next="serve it here: unfreeze serve; or train with the tokenizer of a release that it runs",
         )
     return name
