@@ -29,7 +29,9 @@ def test_the_task_has_questions_and_a_scorer():
 
 
 @pytest.mark.others("inspect")
-@pytest.mark.skipif(not (HOME / "bin" / "inspect").is_file(), reason="UNFREEZE_VENV_INSPECT names no environment")
+@pytest.mark.skipif(
+    not (HOME / "bin" / "inspect").is_file(), reason="UNFREEZE_VENV_INSPECT names no environment"
+)
 def test_inspect_scores_a_served_model(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -166,7 +166,7 @@ class Tokenizer:
         return b"" if id in self.special_ids else self._backend.bytes_of(id)
 
     def as_json(self) -> str | None:
-        """Return the content of tokenizer.json with the tokens that other files add; None if there is none."""
+        """Return the content of tokenizer.json with the tokens that other files add; None without one."""
         return self._backend.as_json() if isinstance(self._backend, TokenizerJson) else None
 
     def _turn_end(self) -> int | None:
