@@ -26,6 +26,7 @@ OWN = {  # a command's own flag of such a name
     "experts": r"unfreeze upcycle",
     "adapters": r"unfreeze chat",
     "budget-usd": r"unfreeze synth|`plan`|needs a price",
+    "timeout": r"`--timeout` \(600 s\)",
     "price-read": r"unfreeze synth|needs a price",
     "price-written": r"unfreeze synth|needs a price",
 }

@@ -95,14 +95,14 @@ def test_a_value_in_a_file_and_in_python_is_answered_too(tmp_path, capsys):
 @pytest.mark.parametrize(
     "word, says, remedy",
     [
-        ("eval", "benchmarks are not built", "lm_eval --model hf --model_args pretrained=RUN/merged-bf16"),
+        ("benchmark", "eval scores a model", "unfreeze eval RUN --tasks"),
         ("quantise", "quantizing a model is not built", "unfreeze export MODEL --for gguf"),
-        ("serve", "a server is not built", "vllm serve BASE --enable-lora"),
+        ("vllm", "serve answers OpenAI's clients", "unfreeze serve MODEL_OR_RUN"),
         ("train-tokenizer", "tokenizer train makes one from text", "unfreeze tokenizer train corpus.jsonl"),
         ("ppo", "grpo learns from rewards", "unfreeze grpo --model MODEL"),
         ("resize", "adding tokens is not built", "model.resize_token_embeddings"),
         ("ollama", "export writes a GGUF", "unfreeze export RUN --for gguf"),
-        ("perplexity", "a run measures the perplexity", "--validation FILE"),
+        ("perplexity", "eval measures the perplexity of a text", "--tasks ppl:book.txt"),
     ],
 )
 def test_a_command_that_is_not_here_names_the_tool_that_has_it(word, says, remedy, capsys):

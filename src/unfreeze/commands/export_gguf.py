@@ -151,7 +151,7 @@ def _renderer(tokenizer: Tokenizer) -> Any:
 
 
 def _said_of(path: Path, config: Asked, weights: Weights, tensors: int, beside: str) -> Iterator[str]:
-    """What was written, and the command that reads it."""
+    """Say the file that was written, and the command that reads it."""
     size = format_bytes(path.stat().st_size)
     yield f"wrote {path}: {tensors} tensors of {weights.shape.kind}, {size}"
     if config.adapter_only:

@@ -53,7 +53,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Sources:
-    """What is served.
+    """The models that a server answers with.
 
     base    as it was resolved, without an adapter
     name    of the base

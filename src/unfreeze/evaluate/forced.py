@@ -31,32 +31,32 @@ Asked = tuple[Sequence[int], Sequence[int]]
 
 
 def forced(
-    model: Model, asked: Sequence[Asked], kept: Kept, shown: Shown = unseen, *, most: int | None = None
+    model: Model, wanted: Sequence[Asked], kept: Kept, shown: Shown = unseen, *, most: int | None = None
 ) -> list[Forced]:
     """Return the score of each. most: sequences of one pass.
 
     Routing and precision are those of training; how sequences are packed changes rounding only.
     """
-    keys = [kept.key("forced", list(before), list(tokens)) for before, tokens in asked]
+    keys = [kept.key("forced", list(before), list(tokens)) for before, tokens in wanted]
     missing = list({key: i for i, key in reversed(list(enumerate(keys))) if kept.get(key) is None}.values())
-    done = len(asked) - len(missing)
-    for together in _passes(asked, missing, most):
+    done = len(wanted) - len(missing)
+    for together in _passes(wanted, missing, most):
         scored = scored_answers(
-            model.decoder, [asked[i][0] for i in together], [asked[i][1] for i in together]
+            model.decoder, [wanted[i][0] for i in together], [wanted[i][1] for i in together]
         )
         for i, each in zip(together, scored, strict=True):
             kept.put(keys[i], [[log_p for log_p, _ in each], [rank for _, rank in each]])
         done += len(together)
-        shown(done, len(asked))
+        shown(done, len(wanted))
     return [Forced(*kept.get(key)) for key in keys]
 
 
-def _passes(asked: Sequence[Asked], missing: Sequence[int], most: int | None) -> Iterator[list[int]]:
+def _passes(wanted: Sequence[Asked], missing: Sequence[int], most: int | None) -> Iterator[list[int]]:
     """Yield the numbers that run together, in order, at most TOKENS tokens."""
     together: list[int] = []
     tokens = 0
     for i in missing:
-        size = len(asked[i][0]) + len(asked[i][1])
+        size = len(wanted[i][0]) + len(wanted[i][1])
         if together and (tokens + size > TOKENS or len(together) == most):
             yield together
             together, tokens = [], 0

@@ -114,27 +114,27 @@ class Reading:
 
 
 def scored(
-    model: Model, asked: Sequence[Asked], kept: Kept, shown: Shown = unseen, *, most: int | None = None
+    model: Model, wanted: Sequence[Asked], kept: Kept, shown: Shown = unseen, *, most: int | None = None
 ) -> list[tuple[float, bool]]:
     """Return for each (Σ log p of its tokens in nats, True if each of them is the likeliest).
 
     Requests that differ only in their last token, such as the letters of a choice, share a pass. The last
     token itself is never read. most: sequences of one pass.
     """
-    keys = [kept.key("continuation", before, tokens) for before, tokens in asked]
+    keys = [kept.key("continuation", before, tokens) for before, tokens in wanted]
     by_input: dict[tuple[int, ...], dict[str, int]] = {}
-    for i, (key, (before, tokens)) in enumerate(zip(keys, asked, strict=True)):
+    for i, (key, (before, tokens)) in enumerate(zip(keys, wanted, strict=True)):
         if kept.get(key) is None:
             by_input.setdefault((*before, *tokens)[:-1], {})[key] = i
-    done = len(asked) - sum(len(same) for same in by_input.values())
+    done = len(wanted) - sum(len(same) for same in by_input.values())
     for inputs in passes(sorted(by_input, key=len, reverse=True), most):
         questions = [
-            (place, key, asked[i][1]) for place, at in enumerate(inputs) for key, i in by_input[at].items()
+            (place, key, wanted[i][1]) for place, at in enumerate(inputs) for key, i in by_input[at].items()
         ]
         for key, value in _answered(model, inputs, questions):
             kept.put(key, value)
             done += 1
-        shown(done, len(asked))
+        shown(done, len(wanted))
     return [(float(log_p), bool(greedy)) for log_p, greedy in map(kept.get, keys)]
 
 
@@ -181,24 +181,24 @@ def _answered(
 
 def continued(
     model: Model,
-    asked: Sequence[tuple[list[int], Sampling]],
+    wanted: Sequence[tuple[list[int], Sampling]],
     kept: Kept,
     shown: Shown = unseen,
     *,
     most: int | None = None,
 ) -> list[list[int]]:
     """Return the tokens that continue each prompt. Prompts of the same sampling run together."""
-    keys = [kept.key("continued", prompt, repr(sampling)) for prompt, sampling in asked]
+    keys = [kept.key("continued", prompt, repr(sampling)) for prompt, sampling in wanted]
     groups: dict[Sampling, dict[str, int]] = {}
     for i, key in enumerate(keys):
         if kept.get(key) is None:
-            groups.setdefault(asked[i][1], {})[key] = i
-    done = len(asked) - sum(len(same) for same in groups.values())
+            groups.setdefault(wanted[i][1], {})[key] = i
+    done = len(wanted) - sum(len(same) for same in groups.values())
     for sampling, same in groups.items():
-        names = sorted(same, key=lambda name: len(asked[same[name]][0]), reverse=True)
+        names = sorted(same, key=lambda name: len(wanted[same[name]][0]), reverse=True)
         tokens: list[list[int]] = [[] for _ in names]
-        prompts = [asked[same[name]][0] for name in names]
-        seeds = tuple(int(name[:15], 16) for name in names)  # of a question, whoever is asked beside it
+        prompts = [wanted[same[name]][0] for name in names]
+        seeds = tuple(int(name[:15], 16) for name in names)  # of a question, whatever is asked beside it
         drawn = replace(sampling, seeds=seeds) if sampling.temperature else sampling
         for step in model.engine.stream(prompts, drawn, max_rows=most):
             for piece in step:
@@ -206,7 +206,7 @@ def continued(
                 if piece.stop_reason is not None:
                     kept.put(names[piece.row], tokens[piece.row])
                     done += 1
-                    shown(done, len(asked))
+                    shown(done, len(wanted))
     return [kept.get(key) for key in keys]
 
 
@@ -231,6 +231,17 @@ def sampling_of(
     values = values if do_sample else {}
     seed = time if values.get("temperature") else 0
     return Sampling(max_new_tokens=most, stop=tuple(until), seed=seed, **values), until
+
+
+def _room(window: int, sampling: Sampling) -> int:
+    """Positions for a prompt before its answer."""
+    room = window - sampling.max_new_tokens
+    if room < 1:
+        raise UserError(
+            f"a task wants {sampling.max_new_tokens} new tokens, a model has {window} positions",
+            next="max_gen_toks in the task's generation_kwargs",
+        )
+    return room
 
 
 def harness_model(
@@ -293,42 +304,36 @@ def harness_model(
         def _loglikelihood_tokens(
             self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
         ) -> list[tuple[float, bool]]:
-            asked = [cut(before, tokens, window) for _, before, tokens in requests]
-            return scored(model, asked, results, shown, most=batch)
+            wanted = [cut(before, tokens, window) for _, before, tokens in requests]
+            return scored(model, wanted, results, shown, most=batch)
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[float]:
-            asked: list[Asked] = []
+            wanted: list[Asked] = []
             owners: list[int] = []
             for i, request in enumerate(requests):
                 tokens = reading.tokens(request.args[0])
                 for pair in get_rolling_token_windows(tokens, reading.prefix, window, 1):
                     before, after = make_disjoint_window(pair)
-                    asked.append((list(before), list(after)))
+                    wanted.append((list(before), list(after)))
                     owners.append(i)
             sums = [0.0] * len(requests)
-            for i, (log_p, _) in zip(owners, scored(model, asked, results, shown, most=batch), strict=True):
+            for i, (log_p, _) in zip(owners, scored(model, wanted, results, shown, most=batch), strict=True):
                 sums[i] += log_p
             return sums
 
         def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
             end = own.decode([self.eot_token_id], skip_specials=False)
-            asked: list[tuple[list[int], Sampling]] = []
+            wanted: list[tuple[list[int], Sampling]] = []
             stops: list[list[str]] = []
             times: Counter[str] = Counter()
             for request in requests:
                 text, options = request.args
                 sampling, until = sampling_of(options, end, new_tokens, times[repr(request.args)])
                 times[repr(request.args)] += 1
-                room = window - sampling.max_new_tokens
-                if room < 1:
-                    raise UserError(
-                        f"a task wants {sampling.max_new_tokens} new tokens, a model has {window} positions",
-                        next="max_gen_toks in the task's generation_kwargs",
-                    )
-                tokens = reading.tokens(text)[-room:]
-                asked.append((tokens or [reading.prefix], sampling))
+                tokens = reading.tokens(text)[-_room(window, sampling) :]
+                wanted.append((tokens or [reading.prefix], sampling))
                 stops.append(until)
-            answers = continued(model, asked, results, shown, most=batch)
+            answers = continued(model, wanted, results, shown, most=batch)
             texts = [own.decode(tokens, skip_specials=True) for tokens in answers]
             return [
                 postprocess_generated_text(text, stop, None) for text, stop in zip(texts, stops, strict=True)

@@ -24,7 +24,7 @@ LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
 
 @dataclass(frozen=True)
 class Family:
-    """How a family lies in a GGUF.
+    """The form of a family in a GGUF.
 
     arch      its name in llama.cpp
     pairs     rows of q and k are in the order x0, x1 of each rotated pair, not all x0 first (permuted)
@@ -80,7 +80,7 @@ def family_of(shape: Shape) -> Family:
 
 
 def _not_held(shape: Shape, family: Family) -> Iterator[str]:
-    """What of this model's config.json llama.cpp has fixed otherwise, one line each."""
+    """Values of this model's config.json that llama.cpp has fixed otherwise, one line each."""
     config, arch, rope = shape.config, family.arch, shape.rope
     kind = rope.computed.kind if rope.computed else "default"
     if shape.moe is not None and shape.moe.dense_layers and arch != "gemma4":
@@ -240,7 +240,7 @@ def context_length(shape: Shape, family: Family) -> int:
 
 
 def remarks(shape: Shape, family: Family) -> Iterator[str]:
-    """What llama.cpp computes otherwise without being wrong for short texts: said, not refused."""
+    """Differences of llama.cpp that do not matter for short texts: said, not refused."""
     computed = shape.rope.computed
     if (length := context_length(shape, family)) < shape.max_positions:
         yield (
