@@ -1,5 +1,6 @@
 """Answers that join and leave at any step: each is the one that Engine.stream gives to it alone."""
 
+import functools
 import random
 
 import pytest
@@ -16,6 +17,7 @@ from unfreeze.generate.sampling import NotFinite, Sampling
 from unfreeze.models.blocks.cache import Cache
 
 STOP_IDS = frozenset(range(0, 89, 7))
+SLOW = functools.partial(pytest.param, marks=pytest.mark.nightly)
 HOW = (
     {},
     {"temperature": 1.0},
@@ -95,8 +97,9 @@ def small(monkeypatch):
     monkeypatch.setattr(room, "FEW_POSITIONS", 16)
 
 
-@pytest.mark.parametrize("rows", [1, 3, None])
-@pytest.mark.parametrize("kind", ["gqa", "mla-moe", "window", "longrope"])
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("gqa", 1), ("gqa", None), ("mla-moe", 3), ("window", 3), ("longrope", None)]
+)
 def test_an_answer_is_that_of_the_engine_alone(build, small, kind, rows):
     engine = Engine(build(kind, initializer_range=0.2), stop_ids=STOP_IDS)
     difference, live = farthest(engine, list(requests(30)), max_rows=rows)
@@ -107,11 +110,13 @@ def test_an_answer_is_that_of_the_engine_alone(build, small, kind, rows):
         assert load.reused > load.prompt_tokens / 4
 
 
-@pytest.mark.parametrize("name", ["lfm2-moe", "deepseek-v32", "deepseek-v4", "gemma3-linear-softcap"])
+@pytest.mark.parametrize(
+    "name", ["lfm2-moe", SLOW("deepseek-v32"), SLOW("deepseek-v4"), "gemma3-linear-softcap"]
+)
 def test_models_that_read_a_prompt_from_its_beginning_only(small, name):
     """States, chosen keys, entries of several tokens; and one that can begin behind cached positions."""
     _, model = family(name)
-    every = [request for request in requests(12) if max(request.prompt) < model.shape.vocab_size]
+    every = [request for request in requests(8) if max(request.prompt) < model.shape.vocab_size]
     difference, live = farthest(Engine(model), every, max_rows=4)
     assert difference <= 1e-5 and live.load.most_running == 4
     assert live.extends == (name == "gemma3-linear-softcap")
