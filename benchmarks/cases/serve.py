@@ -10,7 +10,6 @@ transformers needs `pip install "transformers[serving]"`. --their-flags are trie
 fastest runs. Without continuous batching its answers come one after the other.
 """
 
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, get_args
 
@@ -21,7 +20,8 @@ from benchmarks.harness.serving import Load, Server, checkpoint, fastest, take_t
 
 Named = Literal["tiny-k2", "dense"]
 OURS, THEIRS = "unfreeze", "transformers"
-WAYS = ("--continuous-batching --attn-implementation sdpa", "--continuous-batching", "")
+CACHE = "--cb-num-blocks 1024 --cb-block-size 32"  # without them it takes nearly all memory of the machine
+WAYS = (f"--continuous-batching {CACHE}", f"--continuous-batching --attn-implementation sdpa {CACHE}", "")
 
 
 class Config(Measured, OnCheckpoint):
@@ -40,8 +40,7 @@ class Config(Measured, OnCheckpoint):
 def rows(config: Config, run: Run):
     with TemporaryDirectory(prefix="unfreeze-bench-") as temporary:
         for name in config.models:
-            folders = checkpoint(Path(config.checkpoint or temporary), name, config.layers)
-            best, tried = "", {}
+            folders, best, tried = checkpoint(config.checkpoint or temporary, name, config.layers), "", {}
             for streams in config.streams:
                 load = Load.draw(
                     streams * config.requests, config.prompt, config.longest, streams, folders[OURS]

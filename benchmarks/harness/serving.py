@@ -33,11 +33,12 @@ SHOWN = 600  # last characters of a server's output in an error
 COMMANDS = {"unfreeze": ("unfreeze", "serve"), "transformers": ("transformers.cli.transformers", "serve")}
 
 
-def checkpoint(root: Path, model: str, layers: int) -> dict[str, Path]:
+def checkpoint(folder: str | Path, model: str, layers: int) -> dict[str, Path]:
     """Make a model of random weights. -> side -> folder; transformers' has experts expanded to bf16.
 
     Words are t0, t1 …, one for each id; none ends an answer.
     """
+    root = Path(folder)
     if model == "dense":
         config = shapes.qwen("qwen3", shapes.QWEN3_06B | {"num_hidden_layers": layers})
         folders = dict.fromkeys(COMMANDS, made(root / model, without_ends(config)))
@@ -47,8 +48,8 @@ def checkpoint(root: Path, model: str, layers: int) -> dict[str, Path]:
         folders = {"unfreeze": made(root / model, config), "transformers": root / f"{model}-expanded"}
         if not (folders["transformers"] / "config.json").is_file():
             make(folders["transformers"], plain, expanded)
-    for folder in folders.values():
-        _words(folder)
+    for each in folders.values():
+        _words(each)
     return folders
 
 
