@@ -198,7 +198,8 @@ def test_logit_bias_bans_and_forces(both, client):
     assert complete(client, temperature=0, max_tokens=1, logit_bias={}).choices[0].text == plain.text
 
 
-def test_penalties_are_openais_formula(both, client):
+@pytest.mark.parametrize(("frequency", "presence"), [(0.5, 0.0), (0.0, 2.0), (1.1, 0.7), (0.0, -0.7)])
+def test_penalties_are_openais_formula(both, client, frequency, presence):
     """Oracle: the greedy ids of logits - frequency · count - presence · [count > 0], from transformers' logits."""
     ids = both[1].tokenizer.encode(PROMPT, specials=True)
     own = []
@@ -206,9 +207,9 @@ def test_penalties_are_openais_formula(both, client):
         with torch.no_grad():
             logits = both[0](torch.tensor([[*ids, *own]])).logits[0, -1].double()
         for id in set(own):
-            logits[id] -= 1.1 * own.count(id) + 0.7
+            logits[id] -= frequency * own.count(id) + presence
         own.append(int(logits.argmax()))
-    fields = {"frequency_penalty": 1.1, "presence_penalty": 0.7}
+    fields = {"frequency_penalty": frequency, "presence_penalty": presence}
     done = complete(client, temperature=0, max_tokens=50, **fields).choices[0]
     plain = complete(client, temperature=0, max_tokens=50).choices[0]
     assert done.text == both[1].tokenizer.decode(own) != plain.text
