@@ -233,6 +233,34 @@ def sampling_of(
     return Sampling(max_new_tokens=most, stop=tuple(until), seed=seed, **values), until
 
 
+def prompts_of(
+    requests: Sequence[tuple[str, Mapping[str, Any]]],
+    reading: Reading,
+    end: str,
+    window: int,
+    new_tokens: int,
+) -> tuple[list[tuple[list[int], Sampling]], list[list[str]]]:
+    """Return (prompt cut from the left, its Sampling) of each (text, options), and where its answer ends.
+
+    end: text of the end token. Raises UserError for an answer that has no room.
+    """
+    asked: list[tuple[list[int], Sampling]] = []
+    stops: list[list[str]] = []
+    times: Counter[str] = Counter()
+    for request in requests:
+        sampling, until = sampling_of(request[1], end, new_tokens, times[repr(request)])
+        times[repr(request)] += 1
+        room = window - sampling.max_new_tokens
+        if room < 1:
+            raise UserError(
+                f"a task wants {sampling.max_new_tokens} new tokens, a model has {window} positions",
+                next="max_gen_toks in the task's generation_kwargs",
+            )
+        asked.append((reading.tokens(request[0])[-room:] or [reading.prefix], sampling))
+        stops.append(until)
+    return asked, stops
+
+
 def harness_model(
     model: Model,
     kept: Kept | None = None,
@@ -300,11 +328,10 @@ def harness_model(
             asked: list[Asked] = []
             owners: list[int] = []
             for i, request in enumerate(requests):
-                tokens = reading.tokens(request.args[0])
-                for pair in get_rolling_token_windows(tokens, reading.prefix, window, 1):
-                    before, after = make_disjoint_window(pair)
-                    asked.append((list(before), list(after)))
-                    owners.append(i)
+                pairs = get_rolling_token_windows(reading.tokens(request.args[0]), reading.prefix, window, 1)
+                each = [make_disjoint_window(pair) for pair in pairs]
+                asked += [(list(before), list(after)) for before, after in each]
+                owners += [i] * len(each)
             sums = [0.0] * len(requests)
             for i, (log_p, _) in zip(owners, scored(model, asked, results, shown, most=batch), strict=True):
                 sums[i] += log_p
@@ -312,22 +339,9 @@ def harness_model(
 
         def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
             end = own.decode([self.eot_token_id], skip_specials=False)
-            asked: list[tuple[list[int], Sampling]] = []
-            stops: list[list[str]] = []
-            times: Counter[str] = Counter()
-            for request in requests:
-                text, options = request.args
-                sampling, until = sampling_of(options, end, new_tokens, times[repr(request.args)])
-                times[repr(request.args)] += 1
-                room = window - sampling.max_new_tokens
-                if room < 1:
-                    raise UserError(
-                        f"a task wants {sampling.max_new_tokens} new tokens, a model has {window} positions",
-                        next="max_gen_toks in the task's generation_kwargs",
-                    )
-                tokens = reading.tokens(text)[-room:]
-                asked.append((tokens or [reading.prefix], sampling))
-                stops.append(until)
+            asked, stops = prompts_of(
+                [request.args for request in requests], reading, end, window, new_tokens
+            )
             answers = continued(model, asked, results, shown, most=batch)
             texts = [own.decode(tokens, skip_specials=True) for tokens in answers]
             return [
