@@ -25,10 +25,19 @@ from unfreeze.report.html import page, summary_lines
 from unfreeze.report.run import read_run
 
 ANSWERS = [{"question": f"What is number {i}?", "answer": f"Number {i}, it is. Hmm."} for i in range(20)]
+HEADS = ["--shape.num-attention-heads", 2]
 RECIPES = {
-    "distill": ["--teacher", "base"],
+    "distill": ["--teacher", "base", "--alpha", 0.5],
     "prefer": ["--loss", "orpo"],
-    "pretrain": [],
+    "pretrain": [
+        "--shape.family",
+        "llama",
+        "--shape.hidden-size",
+        32,
+        "--shape.num-hidden-layers",
+        2,
+        *HEADS,
+    ],
     "grpo": ["--reward", "REWARD", "--rollout.max-new-tokens", 4, "--rollout.prompts-per-step", 2],
 }
 
