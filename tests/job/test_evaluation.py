@@ -57,7 +57,8 @@ def files(tmp_path_factory):
 
 
 def trained(files, out, *more, recipe="sft", data="train", code=0):
-    common = ["--quiet", "--model", TINY_K2, "--data", files / f"{data}.jsonl", "--out", out]
+    model = "--tokenizer" if recipe == "pretrain" else "--model"
+    common = ["--quiet", model, TINY_K2, "--data", files / f"{data}.jsonl", "--out", out]
     common += ["--steps", 3, "--learning-rate", "0.01", "--watch.samples", 0, "--threads", 1]
     common += ["--dtype", "float32", "--optimizer.warmup", 0, "--optimizer.schedule", "constant"]
     if recipe == "sft":
