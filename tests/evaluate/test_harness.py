@@ -267,6 +267,7 @@ def test_control_arm_a_cut_on_the_right_is_seen(llama, files, hf, monkeypatch):
         far(ours(unfreeze.load(llama, dtype="float32"), files), hf)
 
 
+@pytest.mark.nightly  # 15 CPU seconds: the experts in float32 compile kernels of their own
 def test_a_packed_model_is_scored_as_its_expanded_form(tmp_path, files):
     """tiny-k2's INT4 experts beside the same weights in float32."""
     from unfreeze import models
@@ -366,3 +367,14 @@ def test_the_digest_is_of_the_documents_and_of_the_task(tmp_path):
         task_of.check()
         digests.add(task_of.digest)
     assert len(digests) == 3
+
+
+def test_a_packed_model_has_the_log_probabilities_of_its_logits():
+    """The small twin of the expanded form: tiny-k2's INT4 experts, by another way through the model."""
+    model = unfreeze.load(TINY_K2, dtype="float32")
+    asked = [([5, 6, 7, 8], [300, 401]), ([1280, 3], [900])]
+    for (before, tokens), (log_p, _) in zip(asked, harness_model.scored(model, asked, Kept()), strict=True):
+        (logits_TV,) = model.logits([[*before, *tokens]])
+        rows = logits_TV.log_softmax(-1)[len(before) - 1 : -1]
+        wanted = sum(rows[i, token].item() for i, token in enumerate(tokens))
+        assert log_p == pytest.approx(wanted, abs=1e-4)

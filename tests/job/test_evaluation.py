@@ -25,10 +25,19 @@ from unfreeze.report.html import page, summary_lines
 from unfreeze.report.run import read_run
 
 ANSWERS = [{"question": f"What is number {i}?", "answer": f"Number {i}, it is. Hmm."} for i in range(20)]
+HEADS = ["--shape.num-attention-heads", 2]
 RECIPES = {
-    "distill": ["--teacher", "base"],
+    "distill": ["--teacher", "base", "--alpha", 0.5],
     "prefer": ["--loss", "orpo"],
-    "pretrain": [],
+    "pretrain": [
+        "--shape.family",
+        "llama",
+        "--shape.hidden-size",
+        32,
+        "--shape.num-hidden-layers",
+        2,
+        *HEADS,
+    ],
     "grpo": ["--reward", "REWARD", "--rollout.max-new-tokens", 4, "--rollout.prompts-per-step", 2],
 }
 
@@ -48,7 +57,8 @@ def files(tmp_path_factory):
 
 
 def trained(files, out, *more, recipe="sft", data="train", code=0):
-    common = ["--quiet", "--model", TINY_K2, "--data", files / f"{data}.jsonl", "--out", out]
+    model = "--tokenizer" if recipe == "pretrain" else "--model"
+    common = ["--quiet", model, TINY_K2, "--data", files / f"{data}.jsonl", "--out", out]
     common += ["--steps", 3, "--learning-rate", "0.01", "--watch.samples", 0, "--threads", 1]
     common += ["--dtype", "float32", "--optimizer.warmup", 0, "--optimizer.schedule", "constant"]
     if recipe == "sft":

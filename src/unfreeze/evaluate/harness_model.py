@@ -198,7 +198,7 @@ def continued(
         names = sorted(same, key=lambda name: len(wanted[same[name]][0]), reverse=True)
         tokens: list[list[int]] = [[] for _ in names]
         prompts = [wanted[same[name]][0] for name in names]
-        seeds = tuple(int(name[:15], 16) for name in names)  # of a question, whatever is asked beside it
+        seeds = tuple(int(name[:15], 16) for name in names)  # of a question, whoever is asked beside it
         drawn = replace(sampling, seeds=seeds) if sampling.temperature else sampling
         for step in model.engine.stream(prompts, drawn, max_rows=most):
             for piece in step:
@@ -233,15 +233,32 @@ def sampling_of(
     return Sampling(max_new_tokens=most, stop=tuple(until), seed=seed, **values), until
 
 
-def _room(window: int, sampling: Sampling) -> int:
-    """Positions for a prompt before its answer."""
-    room = window - sampling.max_new_tokens
-    if room < 1:
-        raise UserError(
-            f"a task wants {sampling.max_new_tokens} new tokens, a model has {window} positions",
-            next="max_gen_toks in the task's generation_kwargs",
-        )
-    return room
+def prompts_of(
+    requests: Sequence[tuple[str, Mapping[str, Any]]],
+    reading: Reading,
+    end: str,
+    window: int,
+    new_tokens: int,
+) -> tuple[list[tuple[list[int], Sampling]], list[list[str]]]:
+    """Return (prompt cut from the left, its Sampling) of each (text, options), and where its answer ends.
+
+    end: text of the end token. Raises UserError for an answer that has no room.
+    """
+    wanted: list[tuple[list[int], Sampling]] = []
+    stops: list[list[str]] = []
+    times: Counter[str] = Counter()
+    for request in requests:
+        sampling, until = sampling_of(request[1], end, new_tokens, times[repr(request)])
+        times[repr(request)] += 1
+        room = window - sampling.max_new_tokens
+        if room < 1:
+            raise UserError(
+                f"a task wants {sampling.max_new_tokens} new tokens, a model has {window} positions",
+                next="max_gen_toks in the task's generation_kwargs",
+            )
+        wanted.append((reading.tokens(request[0])[-room:] or [reading.prefix], sampling))
+        stops.append(until)
+    return wanted, stops
 
 
 def harness_model(
@@ -311,11 +328,10 @@ def harness_model(
             wanted: list[Asked] = []
             owners: list[int] = []
             for i, request in enumerate(requests):
-                tokens = reading.tokens(request.args[0])
-                for pair in get_rolling_token_windows(tokens, reading.prefix, window, 1):
-                    before, after = make_disjoint_window(pair)
-                    wanted.append((list(before), list(after)))
-                    owners.append(i)
+                pairs = get_rolling_token_windows(reading.tokens(request.args[0]), reading.prefix, window, 1)
+                each = [make_disjoint_window(pair) for pair in pairs]
+                wanted += [(list(before), list(after)) for before, after in each]
+                owners += [i] * len(each)
             sums = [0.0] * len(requests)
             for i, (log_p, _) in zip(owners, scored(model, wanted, results, shown, most=batch), strict=True):
                 sums[i] += log_p
@@ -323,16 +339,9 @@ def harness_model(
 
         def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
             end = own.decode([self.eot_token_id], skip_specials=False)
-            wanted: list[tuple[list[int], Sampling]] = []
-            stops: list[list[str]] = []
-            times: Counter[str] = Counter()
-            for request in requests:
-                text, options = request.args
-                sampling, until = sampling_of(options, end, new_tokens, times[repr(request.args)])
-                times[repr(request.args)] += 1
-                tokens = reading.tokens(text)[-_room(window, sampling) :]
-                wanted.append((tokens or [reading.prefix], sampling))
-                stops.append(until)
+            wanted, stops = prompts_of(
+                [request.args for request in requests], reading, end, window, new_tokens
+            )
             answers = continued(model, wanted, results, shown, most=batch)
             texts = [own.decode(tokens, skip_specials=True) for tokens in answers]
             return [
