@@ -38,7 +38,7 @@ from unfreeze.models.parts import ASSEMBLED
 
 PAIRS, LENGTH, KEYS, VALUES = 4, 48, 8, 8
 NOTHING = KEYS + VALUES  # the token that stands for nothing
-ROWS, STEPS, RATE = 32, 800, 4e-3
+ROWS, STEPS, RATE = 32, 1500, 4e-3
 AFTER, RATE_AFTER = 200, 2e-3
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 BLOCK, CHOSEN = 6, 3  # 18 of at most 48 tokens, as the window

@@ -1,4 +1,4 @@
-"""What a model computed for an item, kept on disk: an interrupted evaluation goes on where it stopped.
+"""Results of a model for each item, kept on disk: an interrupted evaluation continues where it stopped.
 
 One JSON object a line: {"key": hash, "value": anything}. A key hashes the model and all that was asked of it,
 so a value is never that of another model, prompt or sampling. Results of the model are kept (answers,
@@ -43,9 +43,9 @@ class Kept:
     ) -> None:
         self.close()
 
-    def key(self, *asked: Any) -> str:
-        """Return the key of a question to this model. asked: plain values, as JSON has them."""
-        text = json.dumps([self.model, *asked], ensure_ascii=False)
+    def key(self, *questions: Any) -> str:
+        """Return the key of a question to this model. questions: plain values, as JSON has them."""
+        text = json.dumps([self.model, *questions], ensure_ascii=False)
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def get(self, key: str) -> Any:

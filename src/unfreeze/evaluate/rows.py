@@ -120,7 +120,7 @@ class RowsTask:
 
     def _of_choices(self, model: Model, kept: Kept, shown: Shown) -> Scores:
         """Score 1 where the right choice has the highest sum of log p over its tokens."""
-        asked: list[tuple[list[int], list[int]]] = []
+        questions: list[tuple[list[int], list[int]]] = []
         owners: list[int] = []
         room = model.decoder.shape.max_positions
         for i, row in enumerate(self.rows):
@@ -128,9 +128,9 @@ class RowsTask:
             choices = [encoded(model, text) for text in choices_of(row)[0]]
             if len(prompt) + max(map(len, choices)) > room or not all(choices):
                 continue
-            asked += [(prompt, tokens) for tokens in choices]
+            questions += [(prompt, tokens) for tokens in choices]
             owners += [i] * len(choices)
-        scored = forced(model, asked, kept, shown, most=self.settings.batch)
+        scored = forced(model, questions, kept, shown, most=self.settings.batch)
         sums: dict[int, list[float]] = {}
         for i, each in zip(owners, scored, strict=True):
             sums.setdefault(i, []).append(sum(each.log_p))
@@ -198,8 +198,8 @@ def greedy_answers(
     done = len(prompts) - len(missing)
     texts = [""] * len(missing)
     sampling = Sampling(max_new_tokens=most, temperature=0.0)
-    asked = [prompts[i] for i in missing]
-    for step in model.engine.stream(asked, sampling, max_rows=settings.batch) if asked else ():
+    questions = [prompts[i] for i in missing]
+    for step in model.engine.stream(questions, sampling, max_rows=settings.batch) if questions else ():
         for piece in step:
             texts[piece.row] += piece.text
             if piece.stop_reason is not None:

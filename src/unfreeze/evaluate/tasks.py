@@ -24,7 +24,7 @@ def unseen(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose for all tasks.
+    """Settings of all tasks.
 
     limit           most items of a task; None: all. The first ones, in order
     max_new_tokens  of a greedy answer

@@ -75,8 +75,8 @@ class TextTask:
         tokenizer = needs_tokenizer(model)
         window = min(self.settings.window, model.decoder.shape.max_positions)
         documents = [document_of(text, tokenizer) for text in self.texts]
-        asked = [each for document in documents for each in windows(document, window)]
-        scored = forced(model, asked, kept, shown, most=self.settings.batch)
+        questions = [each for document in documents for each in windows(document, window)]
+        scored = forced(model, questions, kept, shown, most=self.settings.batch)
         nats: dict[str, float] = {}
         tokens: dict[str, int] = {}
         sizes: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Which prompts the next pass reads, and how much of each.
+"""The prompts that the next pass reads, and how much of each.
 
 While rows run, a pass reads at most BESIDE tokens, then comes a step: nobody who is answered waits longer.
 Prompts are read in the order of their arrival; one that has begun comes first, so none starves. A longer one

@@ -1,4 +1,4 @@
-"""What a server counts, in Prometheus' text format 0.0.4 (GET /metrics).
+"""Counts of a server, in Prometheus' text format 0.0.4 (GET /metrics).
 
 A request waits from `submit` to its first token, and runs from then to its end. Times are those of the
 engine, without the way to the client.

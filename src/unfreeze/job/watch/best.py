@@ -1,4 +1,4 @@
-"""Which save is the best, by one criterion, and the end of a run that finds no better one."""
+"""The best save, by one criterion, and the end of a run that finds no better one."""
 
 from __future__ import annotations
 

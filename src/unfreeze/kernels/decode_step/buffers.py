@@ -1,4 +1,4 @@
-"""What the operations of a step read and write: a vector per sequence, and tensors of the cache."""
+"""Buffers that the operations of a step read and write: a vector per sequence, and tensors of the cache."""
 
 from __future__ import annotations
 
