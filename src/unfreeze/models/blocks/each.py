@@ -150,7 +150,7 @@ class ExpertAdapters:
         return self.gate_up, self.down
 
     def factors(self, slot: int) -> ExpertFactors | None:
-        """Those of a slot; None if it leaves these experts as they are."""
+        """Factors of a slot; None if it leaves these experts as they are."""
         gate_up, down = self.gate_up.factors.get(slot), self.down.factors.get(slot)
         if gate_up is None and down is None:
             return None
