@@ -70,7 +70,7 @@ def _words(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Load:
-    """What a client asks: prompts in words, the tokens of each answer, and how many at once."""
+    """Requests of a client: prompts in words, the tokens of each answer, and how many at once."""
 
     prompts: Sequence[str]
     lengths: Sequence[int]

@@ -29,7 +29,7 @@ FRAGMENT = 64  # characters of a call's arguments in one event
 
 @dataclass(frozen=True)
 class Shape:
-    """What a template puts around the parts of an answer.
+    """Texts that a template puts around the parts of an answer.
 
     block, opening, closing   of reasoning
     thinks   the template writes reasoning
