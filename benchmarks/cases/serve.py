@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from pydantic import Field
 
-from benchmarks.harness.case import Measured, OnCheckpoint, Run, pick
+from benchmarks.harness.case import OnCheckpoint, Run, pick
 from benchmarks.harness.serving import Load, Server, checkpoint, fastest, take_turns
 
 Named = Literal["tiny-k2", "dense"]
@@ -24,7 +24,7 @@ CACHE = "--cb-num-blocks 1024 --cb-block-size 32"  # without them it takes nearl
 WAYS = (f"--continuous-batching {CACHE}", f"--continuous-batching --attn-implementation sdpa {CACHE}", "")
 
 
-class Config(Measured, OnCheckpoint):
+class Config(OnCheckpoint):
     """Flags of this benchmark."""
 
     models: tuple[Named, ...] = Field(default=get_args(Named), min_length=1, description="which models")
