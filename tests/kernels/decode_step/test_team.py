@@ -123,7 +123,7 @@ def test_jobs_of_rows_and_of_a_count(threads):
 
 def test_a_thread_that_comes_late_finds_nothing_to_do():
     made, counted = counting()
-    arguments = (np.float32(0), made._table, made._numbers, 0, 3, 1, made._counters)
+    arguments = (np.float32(0), made._tables[0], made._numbers, 0, 3, 1, made._counters)
     for _ in range(3):  # one after the other: the second and the third come when all is done
         assert team.work(*arguments) == 0
         assert (counted[:, :50] == 1).all()
@@ -196,7 +196,8 @@ def test_a_job_that_raises_is_a_memory_error(threads, number):
         with pytest.raises(MemoryError, match="a step of generation found no memory for its sums"):
             made.run(1)
         assert (counted == turn).all()
-    made._table[0, team.ARGUMENTS] = -1  # control: no job raises
+    for table in made._tables:
+        table[0, team.ARGUMENTS] = -1  # control: no job raises
     made.run(1)
     assert (counted == 3).all()
 
