@@ -44,7 +44,7 @@ def section(study: Mapping[str, Any]) -> str:
     lines += ["", f"| {' | '.join(map(plain, head))} |", f"|{'---|' * len(head)}"]
     lines += [f"| {' | '.join(map(plain, row))} |" for row in measures]
     if expected := dict(study.get("settings", ())).get("expected"):
-        lines[2:2] = ["", f"Expected: {plain(expected)}"]
+        lines[3:3] = ["", f"Expected: {plain(expected)}"]
     lines += ["", plain(" ".join(study["cautions"]))]
     lines += [
         "",
