@@ -1,6 +1,7 @@
 """OpenAI's client, unmodified: models, adapters by name, errors, many at once, and clients that leave."""
 
 import asyncio
+import json
 import time
 
 import httpx
@@ -86,7 +87,7 @@ def test_an_answer_is_that_of_the_adapter_that_is_named(client, noted):
         text = client.completions.create(model=name, prompt="The sun", max_tokens=2)
         (*_, last) = ask(client, model=name, stream=True)
         assert set(noted.versions) == {adapter} and len(noted.versions) == 3
-        assert done.model == text.model == last.model == name
+        assert done.model == text.model == last.model == (adapter or "tiny")
     assert noted.held == 0
     for name, words in (
         ("Yoda", "nearest: 'yoda'"),
@@ -181,6 +182,37 @@ def test_a_stream_that_is_refused_has_its_status(model, path):
         answer = httpx.post(f"{full.url}/v1/{path}", json={**body, "stream": stream})
         assert answer.status_code == 429 and "requests wait" in answer.json()["error"]["message"]
     full.close()
+
+
+def test_more_prompts_than_may_wait_and_half_a_surrogate_are_refused(model):
+    speech = Speech(model.tokenizer, 200)
+    small = Endpoint().serve(Router(Speaker(model.engine, max_wait=2), model.tokenizer, "tiny", speech))
+    for prompt, words in (
+        (["a"] * 3, "3 prompts; this server lets 2 wait"),
+        ("a\ud800b", "half a surrogate"),
+    ):
+        body = json.dumps({"prompt": prompt, "max_tokens": 1})  # half a surrogate as an escape
+        answer = httpx.post(f"{small.url}/v1/completions", content=body)
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+    small.close()
+
+
+def test_default_is_the_adapter_of_a_run(model, noted):
+    """`unfreeze serve RUN`: its adapter answers where no model is named, its base by its own name."""
+    speech = Speech(model.tokenizer, 200)
+    router = Router(
+        Speaker(model.engine, adapters=noted),
+        model.tokenizer,
+        "tiny",
+        speech,
+        adapters=lambda: ["yoda"],
+        default="yoda",
+    )
+    run = Endpoint().serve(router)
+    for body, name in (({}, "yoda"), ({"model": "default"}, "yoda"), ({"model": "tiny"}, "tiny")):
+        answer = httpx.post(f"{run.url}/v1/completions", json={"prompt": "The sun", "max_tokens": 1, **body})
+        assert answer.json()["model"] == name
+    run.close()
 
 
 def test_sessions_record_completions_too(model, running):

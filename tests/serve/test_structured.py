@@ -161,6 +161,20 @@ def test_a_penalty_does_not_lift_the_mask(client):
     assert fits(done.choices[0].message.content, schema)
 
 
+def test_what_has_no_answer_is_refused_and_not_cut_short(client):
+    """A state that the library gives up lets the answer end, as if it were whole."""
+    large = {f"p{i}": {"type": "string", "pattern": "^([a-z]{1,50}[0-9]?){1,60}$"} for i in range(800)}
+    for schema in ({"$ref": "#"}, {"type": "object", "properties": large, "additionalProperties": False}):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+        with pytest.raises(openai.BadRequestError, match="no answer can follow this form"):
+            ask(client, response_format=form)
+
+
+def test_a_form_that_ends_before_min_tokens_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="min_tokens, ignore_eos"):
+        ask(client, response_format={"type": "json_object"}, extra_body={"ignore_eos": True})
+
+
 @pytest.mark.parametrize(
     ("schema", "words"),
     [

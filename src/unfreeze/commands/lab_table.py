@@ -164,6 +164,8 @@ def _cautions(
             f"The best rate of {', '.join(at_edge)} is the lowest or highest one tried: a better one may lie"
             " beyond."
         )
+    if gaps and all(gap and gap.low == gap.high for gap in gaps.values()):
+        return words  # seeds changed nothing, which `_alike` says: nothing was drawn that an interval could cover
     if len(gaps) > 1:
         words.append(
             f"Each interval holds alone in 95 of 100 studies; of {len(gaps)} at once, one errs in up to"

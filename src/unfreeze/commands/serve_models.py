@@ -59,6 +59,7 @@ class Sources:
     name    of the base
     longer  scaling of positions that the first adapter was trained with
     places  name -> a run's folder or an adapter's
+    default  the model that the first source is: "", the base; or the adapter of a run
     """
 
     base: ModelSource
@@ -66,6 +67,7 @@ class Sources:
     name: str
     longer: Longer | None
     places: Mapping[str, Path]
+    default: str = ""
 
 
 def sources_of(config: Config, tell: Callable[[str], None]) -> Sources:
@@ -79,8 +81,9 @@ def sources_of(config: Config, tell: Callable[[str], None]) -> Sources:
     base = replace(opened, adapter=None)
     whole = Path(opened.base)
     name = whole.parent.name if whole.name == "model" else whole.name
-    if opened.adapter is not None:
-        places[first_name or model_name(first)] = Path(first).expanduser()
+    default = "" if opened.adapter is None else first_name or model_name(first)
+    if default:
+        places[default] = Path(first).expanduser()
     elif first_name:
         name = first_name
     name = config.name or name
@@ -93,7 +96,7 @@ def sources_of(config: Config, tell: Callable[[str], None]) -> Sources:
                 f"two of the models are called {own_name!r}", next=f"give one another name: mine={source}"
             )
         places[own_name] = place
-    return Sources(base, manifest, name, longer, places)
+    return Sources(base, manifest, name, longer, places, default)
 
 
 def named(source: str) -> tuple[str, str]:
@@ -162,7 +165,8 @@ def opened(config: Config, service: Service, common: Common) -> Served:
     most = config.max_new_tokens
     speech = Speech(model.tokenizer, model.decoder.shape.max_positions, most, longest=most)
     names = (lambda: several.names) if several else tuple
-    return Served(Router(speaker, model.tokenizer, sources.name, speech, adapters=names), versions)
+    router = Router(speaker, model.tokenizer, sources.name, speech, adapters=names, default=sources.default)
+    return Served(router, versions)
 
 
 def adapters_of(
@@ -188,7 +192,9 @@ def warmed(speaker: Speaker, names: Sequence[str], tell: Callable[[str], None]) 
 
     waiting = [
         speaker.submit(Work([0] * PROMPT, Sampling(2, temperature=1.0, seeds=(i,)), 2, adapter=name))
-        for i, name in enumerate(itertools.islice(itertools.cycle(("", *names)), TOGETHER))
+        for i, name in enumerate(
+            itertools.islice(itertools.cycle(("", *names)), min(TOGETHER, speaker.max_wait))
+        )
     ]
     if wait(waiting, PATIENCE).not_done:
         tell("kernels are being compiled, once on this machine; /health says loading until then")

@@ -73,7 +73,7 @@ class RowsTask:
             for row in self.rows:
                 choices_of(row)
         else:
-            self.rows = self.rows if self._own else [_with_answer(row) for row in self.rows]
+            self.rows = [(_for_function if self._own else _with_answer)(row) for row in self.rows]
         self._check_of(self.rows)
 
     def score(self, model: Model, kept: Kept, shown: Shown = unseen) -> list[Scores]:
@@ -148,6 +148,17 @@ class RowsTask:
 def _with_answer(row: Conversation) -> Conversation:
     """Return the row with its answers, a list, in the column "answer", wherever they stood."""
     return replace(row, columns={**row.columns, "answer": expected_of(row)})
+
+
+def _for_function(row: Conversation) -> Conversation:
+    """Return the row with its one answer, if it has any, in the column "answer", for a function that asks for it."""
+    if "answer" in row.columns:
+        return row
+    try:
+        answers = expected_of(row)
+    except DataError:  # a function may grade without one
+        return row
+    return replace(row, columns={**row.columns, "answer": answers[0]}) if len(answers) == 1 else row
 
 
 def choices_of(row: Conversation) -> tuple[list[str], set[int]]:

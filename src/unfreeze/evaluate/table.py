@@ -85,10 +85,10 @@ def change(before: Scores, after: Scores, *, draws: int, seed: int) -> dict[str,
 
 def verdict(gap: Interval, items: int, *, higher_is_better: bool) -> str:
     """Return the words for a difference."""
-    if gap.holds_zero:
-        return SAME
     if items < FEWEST:
         return f"too few items ({items})"
+    if gap.holds_zero:
+        return SAME
     return BETTER if (gap.value > 0) == higher_is_better else WORSE
 
 

@@ -97,8 +97,10 @@ def prompts_of(
 
 def raw_ids(text: str, tokenizer: Tokenizer, *, begin: bool = True) -> Ids:
     """Return the ids of a text as it stands. begin: after BOS, if documents start with it here."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise _wrong("half a surrogate pair is no character; send UTF-8, or a pair of escapes")
     bos = [tokenizer.bos_id] if begin and tokenizer.add_bos and tokenizer.bos_id is not None else []
-    return [*bos, *tokenizer.encode(text.encode("utf-8", "replace").decode(), specials=True)]
+    return [*bos, *tokenizer.encode(text, specials=True)]
 
 
 def _wrong(words: str) -> Refused:

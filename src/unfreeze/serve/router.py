@@ -56,6 +56,7 @@ class Router:
     name      of the model, as /v1/models lists it
     talk      for requests without a session; None refuses them
     adapters  -> the names of the adapters that requests may name now
+    default   the adapter that answers as "default" and where a request names no model; "": none
     sessions  name -> Session. Add and remove entries at any time
     """
 
@@ -67,9 +68,10 @@ class Router:
         talk: Speech | None = None,
         *,
         adapters: Callable[[], Iterable[str]] = tuple,
+        default: str = "",
     ):
         self.speaker, self.tokenizer, self.name, self.talk = speaker, tokenizer, name, talk
-        self.adapters = adapters
+        self.adapters, self.default = adapters, default
         self.sessions: dict[str, Talk] = {}
         routes = [
             Route(f"{prefix}{path}", _refusing(endpoint), methods=[method])
@@ -110,11 +112,13 @@ class Router:
         self._talk(request)
         name = request.path_params["name"]
         self._adapter(name)
-        return JSONResponse(self._listed(self.name if name == DEFAULT else name))
+        return JSONResponse(self._listed((self.default or self.name) if name == DEFAULT else name))
 
     def _adapter(self, name: str | None, talk: Talk | None = None) -> str:
         """Return the adapter of a model's name; "" for the base. Raises Refused (404)."""
-        if not name or name in (self.name, DEFAULT):
+        if not name or name == DEFAULT:
+            return self.default
+        if name == self.name:
             return ""
         names = [self.name] if isinstance(talk, Session) else self.names()
         if name not in names:
@@ -143,7 +147,7 @@ class Router:
         adapter = self._adapter(chat.model, talk)
         turn = talk.begin(chat)
         work = self._work(turn, chat, adapter, await self._allowed(talk, chat, turn))
-        model = chat.model or self.name
+        model = adapter or self.name
         if chat.stream:
             stream = _Streamed(self, talk, [work])  # begun here: a refusal still has its status
             return _events(self._spoken(talk, turn, chat, stream, model))
@@ -205,7 +209,8 @@ class Router:
     async def _complete(self, request: Request) -> Response:
         talk = self._talk(request)
         asks = read_completion(await _body(request), self.tokenizer, self._num_ids)
-        adapter, model = self._adapter(asks.model, talk), asks.model or self.name
+        adapter = self._adapter(asks.model, talk)
+        model = adapter or self.name
         turns = [talk.begin_text(asks, i) for i in range(len(asks.prompts))]
         works = [self._work(turn, asks, adapter, None) for turn in turns]
         if asks.echo and asks.top is not None:
@@ -271,8 +276,8 @@ class Router:
         left = asyncio.ensure_future(_left(request))
         for work in works:
             work.gone = lambda: left.done() or talk.ended
-        waiting = self._submitted(works)
         try:
+            waiting = self._submitted(works)
             whole = asyncio.gather(*waiting, return_exceptions=True)
             await asyncio.wait((whole, left), return_when=asyncio.FIRST_COMPLETED)
             await whole
@@ -285,6 +290,9 @@ class Router:
     def _submitted(self, works: Sequence[Work]) -> list[asyncio.Future[Result]]:
         """Hand works to the engine: all, or none if it refuses one."""
         waiting: list[asyncio.Future[Result]] = []
+        if len(works) > max(1, most := self.speaker.max_wait):
+            words = f"prompt: {len(works):,} prompts; this server lets {most:,} wait: send fewer at once"
+            raise Refused(400, words, param="prompt")
         try:
             for work in works:
                 waiting.append(asyncio.wrap_future(self.speaker.submit(work)))

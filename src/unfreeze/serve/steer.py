@@ -43,6 +43,11 @@ class Steer:
         if len(tokens) < request.min_tokens:
             allowed_V = torch.ones(self.num_ids, dtype=torch.bool) if allowed_V is None else allowed_V
             allowed_V[self._ends] = False
+            if not allowed_V.any():
+                words = (
+                    "min_tokens, ignore_eos: an answer with a form ends where its form does; leave them out"
+                )
+                raise Refused(400, words, param="min_tokens")
         if not self._adds:
             return allowed_V
         added_V = self._bias_V.clone()

@@ -74,7 +74,7 @@ class Grammars:
         if matcher.is_error():
             words = " ".join(matcher.get_error().split())
             raise Refused(400, f"{param}: no grammar can be made of it: {words[:200]}", param=param)
-        return Allowed(matcher, self.num_ids)
+        return Allowed(matcher, self.num_ids, param)
 
     def literal(self, text: str) -> str:
         """Return the grammar of a fixed text, in which special tokens are themselves."""
@@ -110,8 +110,8 @@ class Allowed:
     A state of the grammar is kept for each answer, by its tokens.
     """
 
-    def __init__(self, matcher: Any, num_ids: int):
-        self._fresh, self.num_ids = matcher, num_ids
+    def __init__(self, matcher: Any, num_ids: int, param: str):
+        self._fresh, self.num_ids, self.param = matcher, num_ids, param
         self._states: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, tokens: list[int]) -> Tensor:
@@ -124,6 +124,9 @@ class Allowed:
             state.consume_token(tokens[-1])
         self._states[before] = state
         bits = np.frombuffer(state.compute_bitmask(), dtype=np.uint8)
+        if state.is_error():  # the mask then lets the answer end, as if it were whole
+            words = f"{self.param}: no answer can follow this form, or it is too large; make it simpler"
+            raise Refused(400, words, param=self.param)
         mask_V = np.unpackbits(bits, bitorder="little")[: self.num_ids].astype(bool)
         return torch.from_numpy(mask_V)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from unfreeze.config.pretrain import Config
 from unfreeze.config.shape import parsed
+from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,11 +26,11 @@ def new_model(config: Config, folder: str) -> Manifest:
     from unfreeze.data import load_tokenizer
     from unfreeze.models.from_shape import config_of
 
-    path = Path(folder)
+    path = TINY_K2 if folder == TINY_K2.name else Path(folder)
     if not path.is_dir():
         raise CheckpointError(
             f"tokenizer = {folder!r} is not a folder",
-            next="give the folder that holds tokenizer.json; unfreeze tokenizer train makes one",
+            next="give the folder that holds tokenizer.json, or tiny-k2; unfreeze tokenizer train makes one",
         )
     tokenizer = load_tokenizer(path)
     sizes = config.shape.model_dump(exclude={"family", "config", "parts"})
