@@ -165,7 +165,7 @@ def _cautions(
             " beyond."
         )
     if gaps and all(gap and gap.low == gap.high for gap in gaps.values()):
-        return words  # seeds changed nothing, which `_alike` says: nothing was drawn that an interval could cover
+        return words  # seeds changed nothing, which `_alike` says: an interval has nothing to cover
     if len(gaps) > 1:
         words.append(
             f"Each interval holds alone in 95 of 100 studies; of {len(gaps)} at once, one errs in up to"

@@ -151,7 +151,7 @@ def _with_answer(row: Conversation) -> Conversation:
 
 
 def _for_function(row: Conversation) -> Conversation:
-    """Return the row with its one answer, if it has any, in the column "answer", for a function that asks for it."""
+    """Return the row with its one answer, if it has any, in the column "answer"."""
     if "answer" in row.columns:
         return row
     try:
