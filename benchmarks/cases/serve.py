@@ -6,7 +6,7 @@ longest; no token ends an answer, and each side's usage is counted. The servers 
 rounds of both (A B B A …), each started anew and warmed up with short answers. Models: tiny-k2's shape, with
 experts expanded to bf16 for transformers; dense, the Qwen3-0.6B shape with --layers of its 28 layers.
 
-transformers needs `pip install "transformers[serving]"`. --their-flags are tried for one round each; the
+transformers needs `pip install "transformers[serving]"`. --their-flags are tried with one answer a stream; the
 fastest runs. Without continuous batching its answers come one after the other.
 """
 
@@ -46,7 +46,7 @@ def rows(config: Config, run: Run):
                     streams * config.requests, config.prompt, config.longest, streams, folders[OURS]
                 )
                 if not tried:
-                    best, tried = fastest(folders[THEIRS], config.their_flags, load, config.threads)
+                    best, tried = fastest(folders[THEIRS], config.their_flags, load, config.threads, run.say)
                 ours = Server(OURS, folders[OURS], (), config.threads)
                 theirs = Server(THEIRS, folders[THEIRS], best.split(), config.threads)
                 take_turns((ours, theirs), load, config.rounds, run.say)
