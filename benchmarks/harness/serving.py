@@ -211,7 +211,7 @@ def take_turns(sides: tuple[Server, Server], load: Load, rounds: int, say: Say) 
 def fastest(
     folder: Path, ways: Sequence[str], load: Load, threads: int, say: Say
 ) -> tuple[str, dict[str, str]]:
-    """Try each way to start transformers' server on an answer for each stream. -> the fastest; what each gave.
+    """Try each way to start transformers' server, with one answer a stream. -> the fastest; results.
 
     Raises SideFailed if none works.
     """
