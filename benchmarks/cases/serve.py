@@ -6,8 +6,8 @@ longest; no token ends an answer, and each side's usage is counted. The servers 
 rounds of both (A B B A …), each started anew and warmed up with short answers. Models: tiny-k2's shape, with
 experts expanded to bf16 for transformers; dense, the Qwen3-0.6B shape with --layers of its 28 layers.
 
-transformers needs `pip install "transformers[serving]"`. --their-flags are tried for one round each; the
-fastest runs. Without continuous batching its answers come one after the other.
+transformers needs `pip install "transformers[serving]"`. --their-flags are each tried with one answer a
+stream; the fastest runs. Without continuous batching its answers come one after the other.
 """
 
 from tempfile import TemporaryDirectory
@@ -21,7 +21,7 @@ from benchmarks.harness.serving import Load, Server, checkpoint, fastest, take_t
 Named = Literal["tiny-k2", "dense"]
 OURS, THEIRS = "unfreeze", "transformers"
 CACHE = "--cb-num-blocks 1024 --cb-block-size 32"  # without them it takes nearly all memory of the machine
-WAYS = (f"--continuous-batching {CACHE}", f"--continuous-batching --attn-implementation sdpa {CACHE}", "")
+WAYS = (f"--continuous-batching {CACHE}", f"--continuous-batching --cb-max-batch-tokens 128 {CACHE}", "")
 
 
 class Config(OnCheckpoint):
@@ -46,7 +46,7 @@ def rows(config: Config, run: Run):
                     streams * config.requests, config.prompt, config.longest, streams, folders[OURS]
                 )
                 if not tried:
-                    best, tried = fastest(folders[THEIRS], config.their_flags, load, config.threads)
+                    best, tried = fastest(folders[THEIRS], config.their_flags, load, config.threads, run.say)
                 ours = Server(OURS, folders[OURS], (), config.threads)
                 theirs = Server(THEIRS, folders[THEIRS], best.split(), config.threads)
                 take_turns((ours, theirs), load, config.rounds, run.say)

@@ -208,19 +208,23 @@ def take_turns(sides: tuple[Server, Server], load: Load, rounds: int, say: Say) 
             say(f"{side.side}, {load.streams} streams: {side.round(load):.1f} tokens/s")
 
 
-def fastest(folder: Path, ways: Sequence[str], load: Load, threads: int) -> tuple[str, dict[str, str]]:
-    """Try each way to start transformers' server, one round each. -> the fastest, and what each gave.
+def fastest(
+    folder: Path, ways: Sequence[str], load: Load, threads: int, say: Say
+) -> tuple[str, dict[str, str]]:
+    """Try each way to start transformers' server, with one answer a stream. -> the fastest; results.
 
     Raises SideFailed if none works.
     """
+    short = Load(load.prompts[: load.streams], load.lengths[: load.streams], load.streams)
     speeds: dict[str, float] = {}
     results: dict[str, str] = {}
     for way in ways:
         try:
-            speeds[way] = Server("transformers", folder, way.split(), threads).round(load)
+            speeds[way] = Server("transformers", folder, way.split(), threads).round(short)
             results[way] = f"{speeds[way]:.1f} tokens/s"
         except SideFailed as error:
             results[way] = str(error)[-SHOWN:]
+        say(f"transformers serve {way}: {results[way]}")
     if not speeds:
         raise SideFailed(f"transformers serve: {results}", next='pip install "transformers[serving]"')
     return max(speeds, key=lambda way: speeds[way]), results
