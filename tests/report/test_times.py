@@ -38,6 +38,7 @@ def test_they_are_named_and_add_up():
         "loading": 3.0,
         "answers": 42.0,
         "validation": 5.0,
+        "scores": 0,
         "saving": 0.5,
         "other": 3.5,
     }

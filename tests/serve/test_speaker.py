@@ -267,11 +267,11 @@ def test_memory_stays(engine, first, more):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_control_arm_of_memory(engine, monkeypatch):
-    """Half a megabyte per request is seen."""
-    over, leak = Live._over, []
+    """A thousandth of the process per request is seen."""
+    over, leak, size = Live._over, [], resident() // 1000
 
     def leaking(self, group, ended, **how):
-        leak.append(torch.ones(1 << 17))
+        leak.append(torch.ones(size // 4))
         over(self, group, ended, **how)
 
     monkeypatch.setattr(Live, "_over", leaking)
