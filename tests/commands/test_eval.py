@@ -80,7 +80,7 @@ def test_a_metric_that_raises_is_named_and_the_other_tasks_go_on(run, files, cap
     output = capsys.readouterr()
     words = " ".join(output.out.split())
     assert "no score: 4 of 4 answers have no score, more than 20% (error): row 1: ValueError: no" in words
-    assert "rows.jsonl:exact, 4 items" in words and "no difference" in words
+    assert "rows.jsonl:exact, 4 items" in words and "too few items (4)" in words
     assert "the other tasks go on" in output.err
     record = json.loads((run / "evaluations.json").read_text())
     assert ["error" in task for task in record["tasks"]] == [True, False]

@@ -172,7 +172,11 @@ def test_what_has_no_answer_is_refused_and_not_cut_short(client):
 
 def test_a_form_that_ends_before_min_tokens_is_refused(client):
     with pytest.raises(openai.BadRequestError, match="min_tokens, ignore_eos"):
-        ask(client, response_format={"type": "json_object"}, extra_body={"ignore_eos": True})
+        form = {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"enum": ["red"]}, "strict": True},
+        }
+        ask(client, response_format=form, extra_body={"ignore_eos": True})
 
 
 @pytest.mark.parametrize(
