@@ -313,6 +313,9 @@ def test_loading_is_told_from_ready():
 
 def test_a_host_header_without_its_port():
     hosts = {"localhost:80": "localhost", "[::1]:8": "::1", "::1": "::1", "A.b": "a.b", "[::1": "::1"}
+    hosts |= {
+        host: host for host in ("localhost:x@evil.com", "[localhost]evil.com")
+    }  # no name that is served
     assert {host: gate.name_of(host) for host in hosts} == hosts
 
 

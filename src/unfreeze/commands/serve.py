@@ -133,7 +133,8 @@ def _served(
             print(usage(endpoint.url, names[-1], config), file=out, flush=True)
         signals.stop.wait()
         running = len(service.gate.visits)
-        tell(f"ending: {running} requests may still take {config.drain:g} s; Ctrl-C again: at once")
+        some = f"{running} request{'s' * (running != 1)} may still take {config.drain:g} s; Ctrl-C: at once"
+        tell(f"ending: {some if running else 'no request is running'}")
         left = service.drain(config.drain, signals.hurry)
         tell(f"ended; {left} requests were cut off" if left else "ended; every request was answered")
     finally:

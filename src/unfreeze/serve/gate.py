@@ -247,11 +247,10 @@ def allowed(scope: Scope, rules: Rules) -> Headers:
 
 
 def name_of(host: str) -> str:
-    """Return the name in a Host header: without the port, in lower case."""
+    """Return the name in a Host header: without the port, in lower case. With no true port: all of it."""
     host = host.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if host.count(":") == 1 else host
+    whole = re.fullmatch(r"\[([^\]]*)(?:\](?::\d+)?)?|([^:]*)(?::\d+)?", host)
+    return host if whole is None else whole[1] or whole[2] or ""
 
 
 def _is_served(name: str, rules: Rules) -> bool:

@@ -110,7 +110,7 @@ class Router:
 
     async def _model(self, request: Request) -> Response:
         self._talk(request)
-        name = request.path_params["name"]
+        name = request.path_params["name"] or "(empty)"  # /v1/models/ names none
         self._adapter(name)
         return JSONResponse(self._listed((self.default or self.name) if name == DEFAULT else name))
 
