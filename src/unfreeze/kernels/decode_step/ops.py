@@ -21,11 +21,13 @@ from unfreeze.kernels.decode_step.dots import FLOAT32
 from unfreeze.kernels.decode_step.pointer import Callee, call_products
 from unfreeze.kernels.decode_step.rows import activated, combine, dot, pack, size_of, softmax, squares, store
 from unfreeze.kernels.decode_step.thin import CACHED, FRESH, NUMBERS, add_of_slots, add_thin, of_slot
+from unfreeze.kernels.loops.bf16_tile import LINE, prefetch
 from unfreeze.kernels.loops.numba_options import inner, sigmoid
 
 LINEAR_ROWS = 32  # weight rows of a job: 64 KiB in bf16 at width 1,024
 ACT_WIDTH = 512  # numbers of a job of `activate`
 POSITIONS = 32  # of the cache, whose scores are computed together
+NEAR = 1 << 19  # bytes of values that are prefetched with the keys; more would leave a core's cache again
 
 
 @numba.njit(inline="always")
@@ -189,11 +191,26 @@ def rotate_heads(like, job, rows, arguments, numbers):
 
 
 @inner
-def _scores(like, tile, keys, stride, count, width, qs, heads, scale, scores):
-    """scores[h, n] = scale · q_h · k_n for `count` positions; qs: addresses of packed q."""
+def _ask(address, stride, first, count, size):
+    """Prefetch `size` bytes of each of up to POSITIONS positions from `first` on."""
+    for i in range(first, min(first + POSITIONS, count)):
+        for line in range(0, size, LINE):
+            prefetch(address + i * stride + line)
+
+
+@inner
+def _scores(like, tile, keys, stride, count, width, qs, heads, scale, scores, ahead):
+    """scores[h, n] = scale · q_h · k_n for `count` positions; qs: addresses of packed q.
+
+    ahead: address of the values, bytes between positions and of one position; 0: they are not prefetched.
+    """
+    values, value_stride, value_size, key_size = ahead
     xs, out = np.empty(4, np.int64), np.empty(4 * POSITIONS, np.float32)
+    _ask(keys, stride, 0, count, key_size)
     for i in range(0, count, POSITIONS):
         size = min(POSITIONS, count - i)
+        _ask(keys, stride, i + POSITIONS, count, key_size)
+        _ask(values, value_stride, i, count, value_size)
         for h in range(0, heads, 4):
             n = min(4, heads - h)
             for j in range(4):
@@ -234,12 +251,16 @@ def attend(like, job, rows, arguments, numbers):
     for h in range(ours):
         qs[h] = q + s * q_stride + (g * ours + h) * head_stride
     scores = np.empty((ours, count), np.float32)
-    at = key_prompts + slot * key_prompt + g * key_head + first * key_position
-    _scores(like, tile, at, key_position, before, width, qs, ours, f[0], scores[:, :before])
-    at = keys + s * key_row + g * key_head + (first + before - prompt) * key_position
-    _scores(like, tile, at, key_position, count - before, width, qs, ours, f[0], scores[:, before:])
+    number = 4 if kind == FLOAT32 else 2  # bytes
+    near = number * value_width if number * value_width * count <= NEAR else 0
     of_prompt = value_prompts + slot * value_prompt + g * value_head + first * value_position
-    at = values + s * value_row + g * value_head + (first + before - prompt) * value_position
+    at = key_prompts + slot * key_prompt + g * key_head + first * key_position
+    ahead = of_prompt, value_position, near, number * width
+    _scores(like, tile, at, key_position, before, width, qs, ours, f[0], scores[:, :before], ahead)
+    of_row = values + s * value_row + g * value_head + (first + before - prompt) * value_position
+    at = keys + s * key_row + g * key_head + (first + before - prompt) * key_position
+    ahead = of_row, value_position, near, number * width
+    _scores(like, tile, at, key_position, count - before, width, qs, ours, f[0], scores[:, before:], ahead)
     for h in range(ours):
         head = g * ours + h
         if f[1] > 0:
@@ -250,7 +271,7 @@ def attend(like, job, rows, arguments, numbers):
         to = floats(out + s * out_stride + 4 * head * value_width, value_width)
         to[:] = np.float32(0.0)
         combine(kind, to, scores[h, :before], of_prompt, value_position)
-        combine(kind, to, scores[h, before:], at, value_position)
+        combine(kind, to, scores[h, before:], of_row, value_position)
         for i in range(value_width):
             to[i] *= share
         if packed:
