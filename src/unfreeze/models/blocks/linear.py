@@ -9,7 +9,7 @@ T rows, in/out features.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -202,6 +202,13 @@ class LinearAdapter(Protocol):
         ...
 
 
+@runtime_checkable
+class WholeAdapter(Protocol):
+    """Adapter whose update depends on W itself, such as DoRA's: it computes the layer's whole output."""
+
+    def output(self, linear: Linear, x_TI: Tensor, reuse: Reuse | Skip | None) -> Tensor: ...
+
+
 class Linear(PackedHolder):
     """y = x Wᵀ + b (+ adapter(x)).
 
@@ -248,6 +255,8 @@ class Linear(PackedHolder):
         weight, packed = (self.weight, None) if self.codec is None else (None, self.packed)
         skinny = weight is not None and reuse is None and is_skinny(x_TI, weight)
         if self.adapter is not None:
+            if isinstance(self.adapter, WholeAdapter):
+                return self.adapter.output(self, x_TI, reuse)
             factors, product = self.adapter.factors(), skinny_linear if skinny else _product
             reuse = compute_now if reuse is None else reuse
             return _AdaptedLinear.apply(x_TI, weight, self.bias, packed, *factors, product, reuse)
@@ -260,6 +269,9 @@ class Linear(PackedHolder):
 
     def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
         """add + factor · (W x + b + scale · B A x), one operation and one for A x."""
+        if isinstance(self.adapter, WholeAdapter):
+            called = to.called(lambda x_SI: Linear.forward(self, x_SI), x, self.out_features)
+            return to.total(called, add, factor)
         adapter = None if self.adapter is None else self.adapter.factors()
         weight = self.weight if self.codec is None else self.packed
         options: dict[str, Any] = {"adapter": adapter, "add": add, "factor": factor}
