@@ -30,6 +30,18 @@ ADDED = {  # fields once passed over in silence, and two that nobody follows
 }
 
 
+DAILY = {
+    "qwen3",
+    "phi3",
+    "gemma3_text",
+    "mistral4",
+    "kimi_k2",
+    "gpt_oss",
+    "deepseek_v4",
+    "qwen3_next",
+    "nemotron_h",
+    "lfm2_moe",
+}
 FOLLOWED = {  # where no layer rotates and the norms' eps has another name
     "nemotron_h": {"layer_norm_epsilon", "time_step_limit", "routed_scaling_factor", "n_group"}
 }
@@ -69,7 +81,18 @@ def test_control_a_family_without_a_config_is_seen():
     assert "unfreeze/models/qwen3.py" in without_config(models.FAMILIES, rest)
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+# one of each kind in the suite; the others nightly: a second and more each
+EACH = [
+    model_type if model_type in DAILY else pytest.param(model_type, marks=pytest.mark.nightly)
+    for model_type in CONFIGS
+]
+
+
+def test_the_families_of_the_suite_have_a_config():
+    assert DAILY <= CONFIGS.keys() and len(EACH) == len(CONFIGS)
+
+
+@pytest.mark.parametrize("model_type", EACH)
 def test_no_change_is_silent_and_what_moves_the_numbers_is_followed(bench, model_type, tmp_path):
     found = verdicts(bench, model_type, tmp_path)
     assert {field: words for field, (verdict, words) in found.items() if verdict == "SILENT"} == {}

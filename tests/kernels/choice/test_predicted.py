@@ -152,7 +152,10 @@ def test_which_ops_are_predicted_on_a_gpu_and_at_which_shapes():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("name", sorted(PREDICTED))
+@pytest.mark.parametrize(
+    "name",  # expand: 10 s in the interpreter
+    [pytest.param(name, marks=pytest.mark.nightly if name == "expand" else ()) for name in sorted(PREDICTED)],
+)
 def test_every_predicted_kernel_passes_its_check(name):
     """In Triton's interpreter, in float32."""
     op = ops.import_op(name)

@@ -238,6 +238,7 @@ print("right")
 """
 
 
+@pytest.mark.nightly  # 14 s: every format is compiled again for other instructions
 def test_without_512_bit_instructions_the_bits_are_the_same():
     """In a process of its own: the class of a CPU is chosen before numba is imported."""
     names = ["INT4", "NVFP4", "GPTQ act-order"]
