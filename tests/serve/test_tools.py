@@ -209,6 +209,17 @@ def test_the_deltas_of_any_answer_sum_to_its_message(family, text, tools, live, 
         assert len({call["index"] for call in calls}) == len(message.get("tool_calls") or ())
 
 
+def summed_of(speech, ids, message, *, tools, stop=()):
+    """-> the texts that the deltas of these ids sum to."""
+    deltas = Deltas(speech.tokenizer, speech.shape, "", stop, tools=tools, live=True)
+    sums = {"content": "", "reasoning_content": ""}
+    parts = [deltas.push(Piece(0, id, "", None)) for id in ids]
+    for delta in [*parts, *deltas.rest(message)]:
+        for name in sums:
+            sums[name] += delta.get(name, "")
+    return sums
+
+
 def _cut(text, rng, tokenizer):
     """Cut a text at random, but not inside a special token."""
     pieces, at = [], 0
