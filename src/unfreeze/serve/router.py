@@ -36,7 +36,7 @@ from unfreeze.serve.session import Session, Speech, Turn
 from unfreeze.serve.speaker import Speaker, Work
 from unfreeze.serve.steer import Allow, steered
 from unfreeze.serve.structured import Grammars, chat_grammar
-from unfreeze.serve.tokenize import about, text_of, tokens_of
+from unfreeze.serve.tokenize import info_of, text_of, tokens_of
 
 if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
@@ -147,7 +147,7 @@ class Router:
         return JSONResponse(answer)
 
     async def _tokenizer_info(self, request: Request) -> Response:
-        return JSONResponse(about(self.tokenizer, self._window))
+        return JSONResponse(info_of(self.tokenizer, self._window))
 
     # --- chat completions
 

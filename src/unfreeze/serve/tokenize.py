@@ -19,6 +19,8 @@ from unfreeze.serve.request import Refused, Strict, checked_tools, messages_of, 
 if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
 
+TOLD = ("bos_token", "eos_token", "pad_token", "unk_token")
+
 
 class Written(Strict):
     """Fields of /tokenize. messages are written up to where the assistant starts to speak."""
@@ -71,12 +73,11 @@ def text_of(raw: bytes, tokenizer: Tokenizer) -> tuple[str | None, dict[str, Any
         raise Refused(400, f"tokens: {error.message}", param="tokens") from None
 
 
-def about(tokenizer: Tokenizer, window: int) -> dict[str, Any]:
+def info_of(tokenizer: Tokenizer, window: int) -> dict[str, Any]:
     """Return what a client needs to work with the tokenizer from afar; null for a token that is not there."""
-    roles = ("bos_token", "eos_token", "pad_token", "unk_token")
     return {
         "tokenizer_class": "unfreeze",
-        **{role: tokenizer.variables.get(role) for role in roles},
+        **{role: tokenizer.variables.get(role) for role in TOLD},
         "add_bos_token": tokenizer.add_bos,
         "chat_template": tokenizer.chat.source,
         "model_max_length": window,
