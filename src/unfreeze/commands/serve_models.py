@@ -99,6 +99,18 @@ def sources_of(config: Config, tell: Callable[[str], None]) -> Sources:
     return Sources(base, manifest, name, longer, places, default)
 
 
+def refuse_unknown(config: Config) -> None:
+    """Raise UserError for models that are not here, before anybody is listened to.
+
+    A base that comes from the Hub is looked for later: it may take minutes.
+    """
+    from unfreeze.checkpoint.folder import asks_hub
+    from unfreeze.generate.source import locate_model
+
+    if not asks_hub(locate_model(named(config.models[0])[1], config.base).base):
+        sources_of(config, lambda line: None)
+
+
 def named(source: str) -> tuple[str, str]:
     """Split NAME=FOLDER. -> ("", source) for a source without a name."""
     name, equals, folder = source.partition("=")
