@@ -103,8 +103,9 @@ def test_what_is_no_adapter_of_this_base_is_refused_at_once(refused, run_dir, tm
     (other / "adapter_config.json").write_text(
         json.dumps({**config, "base_model_name_or_path": "Qwen/Qwen3"})
     )
-    (line, _) = refused("tiny-k2", other, "--port", 0)
-    assert line.startswith(f"AdapterError: {other} is an adapter of Qwen/Qwen3, not of ")
+    (line, next) = refused("tiny-k2", other, "--port", 0)
+    assert line == f"AdapterError: {other} was trained on Qwen3; this server's base is tiny-k2"
+    assert next.endswith(f"on another port: unfreeze serve {other} --port 0")
     assert "is a checkpoint, not an adapter of" in refused("tiny-k2", unfreeze.TINY_K2, "--port", 0)[0]
     assert "is no run and has no adapter_config.json" in refused("tiny-k2", tmp_path / "no", "--port", 0)[0]
     assert "two of the models are called 'x'" in refused(f"x={run_dir}", f"x={run_dir}", "--port", 0)[0]
