@@ -216,6 +216,10 @@ def test_a_body_that_no_client_of_openai_sends(running, body, words):
         ),
         ([*ASKED, {**ASKED[0], "cache": True}], "messages[1].cache: this field is not known here"),
         (
+            [{"role": "user", "content": [{"type": "text", "text": "x", "txet": "y"}]}],
+            "messages[0].content[0].txet: this field is not known here; nearest: 'text'",
+        ),
+        (
             [{"role": "assistant", "audio": {"id": "a"}}, *ASKED],
             "messages[0].audio: this model reads text alone",
         ),

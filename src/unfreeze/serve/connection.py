@@ -158,8 +158,8 @@ class Connection(H11Protocol):
     def _send_word(self) -> None:
         """Write a few bytes that mean nothing: the kernel of a client that is gone answers with an error."""
         cycle = self.cycle
-        if self.transport.get_write_buffer_size():
-            return  # there are bytes on their way
+        if self.transport.get_write_buffer_size() or self.conn.our_state is h11.ERROR:
+            return  # there are bytes on their way, or none can be sent
         if not cycle.response_started and cycle.scope["http_version"] == "1.1":
             event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
         elif cycle.scope.get("state", {}).get(EVENTS):

@@ -27,6 +27,9 @@ ANSWERED = ("refusal", "audio", "annotations", "parsed", "type")
 """Fields of a message that OpenAI's answers have, that its Python client adds (parsed) or lm-eval (type).
 They come back in the next request, and change nothing here."""
 
+PART_FIELDS = ("type", "text", "annotations", "cache_control")
+"""Fields of a part of a message's content. The last two change nothing here."""
+
 
 class Refused(UserError):
     """A request without an answer.
@@ -315,6 +318,12 @@ def _spoken(message: Any, where: str) -> dict[str, Any]:
         if name not in (*MESSAGE_FIELDS, *REASONING_NAMES, *ANSWERED, "function_call"):
             known = nearest(name, MESSAGE_FIELDS)
             raise DataError(f"{where}.{name[:40]}: this field is not known here{known}")
+    content: Any = fields.get("content")
+    for i, part in enumerate(content if isinstance(content, list) else ()):
+        wrong = next((name for name in part if name not in PART_FIELDS), "") if _is_text(part) else ""
+        if wrong:
+            known = nearest(wrong, PART_FIELDS)
+            raise DataError(f"{where}.content[{i}].{wrong[:40]}: this field is not known here{known}")
     if fields.get("audio"):
         raise DataError(f"{where}.audio: this model reads text alone")
     if fields.get("role") == "developer":  # OpenAI's newer name
@@ -322,6 +331,10 @@ def _spoken(message: Any, where: str) -> dict[str, Any]:
     if "content" not in fields and "refusal" in fields:
         fields["content"] = fields["refusal"]
     return {name: value for name, value in fields.items() if name not in ANSWERED}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") == "text"
 
 
 def _tools(fields: Fields) -> list[Tool] | None:

@@ -26,7 +26,7 @@ from unfreeze.serve.request import Chat, Refused
 if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
 
-LONGEST = 160  # characters of a library's words in a message
+LONGEST = 96  # characters of a library's words in a message
 MAX_SCHEMA = 200_000  # characters; the library limits the work of what is shorter
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python writes it, on one line: with free white space a weak model writes spaces to its end."""
@@ -115,7 +115,7 @@ FAULTS = [
     (r"oneOf constraints are not supported.*", r"oneOf is not built; anyOf is"),
     (r"Invalid type: (.*)", r"there is no type {1}"),
     (r"Unknown format: (.*)", r"format {1} is not known; leave it out, or give a pattern"),
-    (r".*regex parse error:.* error: (.*)", r"its pattern is not understood: {1}"),
+    (r".*regex parse error:.* error: (.*)", r"its pattern: {1}"),
     (r"Resource (.*) is not present.*", r"$ref to {1} is not fetched; put it in $defs"),
     (r"Pointer (.*) does not exist", r"$ref: there is no {1} in it"),
     (r"Unsatisfiable schema: (.*)", r"nothing can fit it: {1}"),
