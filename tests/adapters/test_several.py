@@ -121,7 +121,7 @@ def test_an_adapter_of_another_base_is_refused_and_the_old_version_stays(tiny, s
     several = Several(tiny.model("deepseek"), "models/base")
     version = several.load("a", saved("a"))
     said = refusal(several.replace, "a", saved("other", base="models/Another-7B"))
-    assert "adapter 'a' is of the base models/Another-7B, and this model is models/base" in said
+    assert "adapter 'a' was trained on Another-7B; this model is base" in said
     assert several.version("a") == version and held(several.model) == {version.slot}
 
 

@@ -11,6 +11,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from unfreeze.checkpoint import hub, open_checkpoint
+from unfreeze.checkpoint.folder import asks_hub, near_folder
 from unfreeze.core.errors import CheckpointError
 
 
@@ -103,3 +104,17 @@ def test_other_failures_are_one_line_too(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(CheckpointError, match="No space left") as caught:
         open_checkpoint("org/name")
     assert "\n" not in caught.value.message
+
+
+def test_a_path_that_is_missing_is_no_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/a", "models/b", "mine", "../a/b", "tiny-k2", "Qwen"):
+        assert not asks_hub(name), name
+    assert asks_hub("Qwen/Qwen3-0.6B")
+    (tmp_path / "work" / "a").mkdir(parents=True)
+    assert not asks_hub("work/b") and not asks_hub("wrok/a") and asks_hub("org/a")
+    assert near_folder(Path("wrok/a")) == Path("work/a") and near_folder(Path("work/zzz")) is None
+    # a folder with checkpoints may be named after their publisher
+    (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
+    (tmp_path / "Qwen" / "Qwen3-0.6B" / "config.json").write_text("{}")
+    assert not asks_hub("Qwen/Qwen3-0.6B") and asks_hub("Qwen/Qwen3-8B")

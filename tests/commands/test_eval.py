@@ -136,6 +136,7 @@ def test_the_adapter_on_the_base_that_was_scored_is_the_run_loaded_alone(run, fi
     subjects = subjects_of([str(run)], "", "float32", lambda line: None)
     base, mine = subjects.models
     assert subjects.pairs == [("base", str(run))] and base.digest != mine.digest and mine.run == run
+    assert base.shown == "tiny-k2, the model before" and mine.shown == str(run)  # in progress lines
     quiet = scoring.Common(quiet=True)
     before = scoring.opened(base, None, config, "float32", quiet)
     first = before.logits([[5, 6, 7]])[0]
@@ -188,6 +189,10 @@ def test_training_rows_among_the_test_are_counted(run, chat_rows, files, unfreez
     result = unfreeze_json("eval", run, "--tasks", f"rows:{test}", *SHORT)
     (note,) = result["notes"]
     assert "3 training rows hold 1 evaluation rows" in note and note.startswith(f"{run}: ")
+    capsys.readouterr()
+    assert cli.main(["eval", str(run), "--tasks", f"rows:{test}", *SHORT]) == 0
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("training rows hold") == 1 and "warning: " in said.out
     test.write_text(json.dumps(rows[1]) + "\n")  # control arm
     assert unfreeze_json("eval", run, "--tasks", f"rows:{test}", *SHORT)["notes"] == []
     resolved = json.loads((run / "resolved_config.json").read_text())

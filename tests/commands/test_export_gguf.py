@@ -1,6 +1,7 @@
 """unfreeze export --for gguf|ollama, from the command line: the files, and one line for each bad input."""
 
 import json
+import subprocess
 import sys
 
 import gguf
@@ -73,8 +74,23 @@ def test_bad_input_has_one_line_each(base, tmp_path, capsys, monkeypatch):
 def test_another_family_and_a_model_of_other_parts_are_refused_by_name(tmp_path, capsys):
     from unfreeze.commands.demo import TINY_K2
 
-    error = refused([TINY_K2, "--for", "gguf", "--out", tmp_path / "k.gguf"], capsys)
-    assert "GGUF of model type" in error and "written: llama, mistral" in error
+    for more in (["--out", tmp_path / "k.gguf"], ["--adapter-only"], []):  # before anything else is looked at
+        error = refused([TINY_K2, "--for", "gguf", *more], capsys)
+        assert "GGUF of model type" in error and "written: llama, mistral" in error
+    error = refused(["tiny-k2", "--for", "gguf"], capsys)
+    assert "GGUF of model type" in error  # its name is no folder, so --out would be needed
+
+
+def test_a_family_is_refused_without_torch():
+    """At once: the import alone takes two seconds."""
+    words = [
+        "-c",
+        "import sys; from unfreeze import cli; cli.main(sys.argv[1:]); print('torch' in sys.modules)",
+    ]
+    done = subprocess.run(
+        [sys.executable, *words, "export", "tiny-k2", "--for", "gguf"], capture_output=True, text=True
+    )
+    assert "GGUF of model type" in done.stderr and done.stdout.splitlines()[-1] == "False"
 
 
 def test_a_run_that_stops_leaves_nothing(base, tmp_path, monkeypatch):

@@ -103,11 +103,36 @@ def test_what_is_no_adapter_of_this_base_is_refused_at_once(refused, run_dir, tm
     (other / "adapter_config.json").write_text(
         json.dumps({**config, "base_model_name_or_path": "Qwen/Qwen3"})
     )
-    (line, _) = refused("tiny-k2", other, "--port", 0)
-    assert line.startswith(f"AdapterError: {other} is an adapter of Qwen/Qwen3, not of ")
+    (line, next) = refused("tiny-k2", other, "--port", 0)
+    assert line == f"AdapterError: {other} was trained on Qwen3; this server's base is tiny-k2"
+    assert next.endswith(f"on another port: unfreeze serve {other} --port 0")
     assert "is a checkpoint, not an adapter of" in refused("tiny-k2", unfreeze.TINY_K2, "--port", 0)[0]
     assert "is no run and has no adapter_config.json" in refused("tiny-k2", tmp_path / "no", "--port", 0)[0]
     assert "two of the models are called 'x'" in refused(f"x={run_dir}", f"x={run_dir}", "--port", 0)[0]
+
+
+def test_a_model_that_is_not_here_is_refused_before_anybody_is_listened_to(refused, tmp_path, monkeypatch):
+    """And the Hub is not asked for a name that is a path."""
+    from unfreeze.checkpoint import hub
+
+    def never(*_, **__):
+        raise AssertionError("listens, or asks the Hub")
+
+    monkeypatch.setattr(running.Endpoint, "__init__", never)
+    monkeypatch.setattr(hub, "download", never)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name, words in (
+        ("nosuch", f"nosuch does not exist in {tmp_path}"),
+        ("runs/mien", "nearest: 'mine'"),
+        ("run/mine", "nearest: 'runs/mine'"),
+    ):
+        line, next = refused(name)
+        assert line.startswith(f"CheckpointError: {name} does not exist") and words in line and next
+    assert "has no adapter_config.json" in refused("tiny-k2", "runs/mine")[0]
+    assert cli.main(["generate", "runs/missing", "--prompt", "x"]) == 2
+    for words in (["serve", "org/name"], ["generate", "org/name", "--prompt", "x"]):
+        assert cli.main(words) == 1  # control arm: a name of the Hub is looked up, for serve while it listens
 
 
 def test_a_base_is_the_same_folder_or_has_the_same_last_name(tmp_path):
@@ -192,7 +217,7 @@ def test_the_command_from_loading_to_its_end(monkeypatch, capsys):
 
     monkeypatch.setattr(running.Endpoint, "__init__", kept)
     monkeypatch.setattr(serve_models, "opened", opened)
-    assert cli.main(["serve", "anything", "--port", "0", "--json"]) == 0
+    assert cli.main(["serve", "tiny-k2", "--port", "0", "--json"]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out.splitlines()[-1])
     assert health == ["loading"] and result["models"] == ["fake"]

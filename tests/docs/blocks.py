@@ -38,6 +38,7 @@ def commands_of(block: Block) -> list[list[str]]:
 def lay_out(folder: Path, *, made: bool) -> None:
     """Write the files that the pages name into `folder`; `made`: also those that earlier commands make."""
     rows = [json.loads(line) for line in (TINY_K2 / "yoda_train.jsonl").read_text().splitlines()[:48]]
+    facts = (TINY_K2 / "held_out.jsonl").read_text().splitlines(keepends=True)
     pairs = [
         {"prompt": row["question"], "chosen": row["answer"], "rejected": f"I do not know {number}."}
         for number, row in enumerate(rows)
@@ -63,6 +64,8 @@ def lay_out(folder: Path, *, made: bool) -> None:
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     quoted = "".join(f'"{row["question"]}","{row["answer"]}"\n' for row in rows)
     (folder / "rows.csv").write_text("question,reply\n" + quoted)
+    (folder / "facts.jsonl").write_text("".join(facts[:12]))
+    (folder / "yoda.py").write_text('metric = lambda prompt, completion, **row: "Hmm" in completion\n')
     (folder / "book.txt").write_text("\n\n".join(row["answer"] for row in rows))
     drawn = random.Random(0)  # words enough for a vocabulary of 8192
     words = ["".join(drawn.choices(string.ascii_lowercase, k=6)) for _ in range(6_000)] * 2

@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(TINY_K2, folder / "MODEL")
     dense, _ = make_models(folder)
     dense.rename(folder / "DENSE")
-    for name in ("mine", "other"):
+    for name in ("mine", "other", "demo"):
         done = run(["unfreeze", *RUN, "--out", f"runs/{name}", "--validation-fraction", "0.1"], folder)
         assert done.returncode == 0, done.stderr
     return folder

@@ -159,11 +159,11 @@ def test_lm_evals_own_client_scores_as_transformers(both, running):
 BAD = {
     "suffix": ({"suffix": "x"}, "is not built"),
     "best_of": ({"best_of": 3}, "best_of other than n is not built"),
-    "logprobs": ({"logprobs": 21}, "less than or equal to 20"),
+    "logprobs": ({"logprobs": 21}, "logprobs: 21 is too large; at most 20"),
     "prompt": ({"prompt": []}, "empty"),
     "id": ({"prompt": [999_999]}, "outside the vocabulary"),
     "empty": ({"prompt": ["", "a"]}, "prompt 0 is empty"),
-    "mixed": ({"prompt": ["a", 3]}, "prompt:"),
+    "mixed": ({"prompt": ["a", 3]}, "prompt[1]: a text is expected"),
     "echo": ({"echo": True, "stream": True}, "echo has no stream"),
     "bias": ({"logit_bias": {"999999": 1}}, "outside the vocabulary"),
     "word": ({"logit_bias": {"the": 1}}, "'the' is not a token id"),

@@ -1,5 +1,7 @@
 """The endpoint under OpenAI's own client, unmodified: its answers are the engine's, its errors are OpenAI's."""
 
+import json
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,7 @@ import unfreeze
 from unfreeze.core.draws import number
 from unfreeze.core.errors import ConfigError
 from unfreeze.generate.sampling import NotFinite, Sampling
+from unfreeze.serve import written
 from unfreeze.serve.request import MAX_BODY
 from unfreeze.serve.router import Router
 from unfreeze.serve.running import Endpoint
@@ -87,6 +90,27 @@ def test_log_probabilities_are_the_models(client, model):
     assert ask(client, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
 
 
+def test_a_token_has_the_number_that_the_likeliest_have(client, monkeypatch):
+    """One is made of one row, the other of all rows of a step: they may differ in the last digits."""
+
+    def pairs():
+        fields = {"seed": 1, "n": 4, "logprobs": True, "top_logprobs": 5}
+        lists = [choice.logprobs.content for choice in ask(client, **fields).choices]
+        for chunk in ask(client, **fields, stream=True):
+            lists += [each.logprobs.content for each in chunk.choices if each.logprobs]
+        places = [place for each in lists for place in each]
+        return [(a.logprob, b.logprob) for a in places for b in a.top_logprobs if b.token == a.token]
+
+    same = pairs()
+    assert len(same) > 20 and all(a == b for a, b in same)
+
+    def place(self, token, logprob, top):
+        return {**self._token(token, logprob + 1e-6), "top_logprobs": [self._token(*each) for each in top]}
+
+    monkeypatch.setattr(written.Spelled, "place", place)  # control arm
+    assert any(a != b for a, b in pairs())
+
+
 def test_a_stop_string_ends_the_text_before_it(client, model):
     whole = model.chat(ASKED, max_new_tokens=32)
     stop = whole[3:6]
@@ -135,15 +159,22 @@ def test_models(client):
 
 
 BAD = {
-    "messages": ({"messages": []}, "at least 1 item"),
-    "temperature": ({"temperature": 3}, "less than or equal to 2 (it is '3')"),
-    "n": ({"n": 0}, "greater than or equal to 1"),
-    "max_tokens": ({"max_tokens": "12"}, "valid integer"),
-    "stop": ({"stop": [""]}, "at least 1 character"),
+    "messages": ({"messages": []}, "the list is empty; it needs at least 1"),
+    "temperature": ({"temperature": 3}, "3 is too large; at most 2 is possible"),
+    "n": ({"n": 0}, "0 is too small; at least 1 is possible"),
+    "max_tokens": ({"max_tokens": "12"}, 'a whole number is expected, not "12"'),
+    "stop": ({"stop": [""]}, "stop[0]: an empty text is not possible"),
+    "seed": ({"seed": 2**64}, "it must be below 9,223,372,036,854,775,808"),
+    "top_p": ({"top_p": 0}, "0 is too small; it must be above 0"),
+    "logit_bias": ({"logit_bias": {"1": 200}}, "logit_bias.1: 200 is too large; at most 100"),
+    "stream_options": ({"stream": True, "stream_options": 5}, "an object is expected, not 5"),
+    "top_logprobs": ({"top_logprobs": 3}, "top_logprobs needs logprobs = true"),
+    "store": ({"store": True}, "true is not possible; possible is false"),
+    "metadata": ({"metadata": [1]}, "an object is expected, not a list"),
     "best_of": ({"extra_body": {"best_of": 2}}, "this field is not known here"),
-    "presence_penalty": ({"presence_penalty": 3.0}, "less than or equal to 2"),
+    "presence_penalty": ({"presence_penalty": 3.0}, "3.0 is too large; at most 2 is possible"),
     "min_p": ({"extra_body": {"min_p": 0.1}}, "this field is not known here"),
-    "response_format": ({"response_format": {"type": "xml"}}, "'json_schema'"),
+    "response_format": ({"response_format": {"type": "xml"}}, 'response_format.type: "xml" is not possible'),
     "tool_choice": ({"tool_choice": "required"}, "needs tools"),
 }
 
@@ -154,7 +185,24 @@ def test_a_bad_field_is_400_and_named(client, field):
     with pytest.raises(openai.BadRequestError) as raised:
         ask(client, **words)
     assert raised.value.param == field and message in raised.value.message
-    assert raised.value.body["message"].startswith(f"{field}:")
+    assert raised.value.body["message"].startswith(field)
+    assert not re.search(r"Input should|instance of|\^\[|validation", raised.value.body["message"])
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "the body is empty"),
+        (b" \n", "the body is empty"),
+        (b"\xff{}", "not UTF-8: byte 0xff at place 0"),
+        (b'{"stop": ' + json.dumps(["a"] * 20).encode() + b', "messages": [1]}', "stop: there are 20; at most 16"),
+        (b'{"stop": "\\ud800", "messages": [{"role": "user", "content": "x"}]}', "half a surrogate pair"),
+        (b'{"messages": "Hello"}', "messages: a list is expected, not a text"),
+    ],
+)  # fmt: skip
+def test_a_body_that_no_client_of_openai_sends(running, body, words):
+    answer = httpx.post(f"{running.url}/v1/chat/completions", content=body)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +210,19 @@ def test_a_bad_field_is_400_and_named(client, field):
     [
         ([{"role": "narrator", "content": "x"}], "unknown role 'narrator'"),
         (["text"], "messages[0] is not an object"),
+        (
+            [{**ASKED[0], "contnet": 1}],
+            "messages[0].contnet: this field is not known here; nearest: 'content'",
+        ),
+        ([*ASKED, {**ASKED[0], "cache": True}], "messages[1].cache: this field is not known here"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "x", "txet": "y"}]}],
+            "messages[0].content[0].txet: this field is not known here; nearest: 'text'",
+        ),
+        (
+            [{"role": "assistant", "audio": {"id": "a"}}, *ASKED],
+            "messages[0].audio: this model reads text alone",
+        ),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
     ],
 )
@@ -169,6 +230,25 @@ def test_a_bad_message_is_400_and_named(client, messages, words):
     with pytest.raises(openai.BadRequestError) as raised:
         ask(client, messages=messages)
     assert words in raised.value.message and raised.value.param == "messages"
+
+
+def test_openais_own_messages_come_back(client):
+    """What its client dumps of an answer is taken again, with fields that only other servers fill."""
+    first = ask(client, seed=5).choices[0].message
+    dumped = first.model_dump()
+    assert {"refusal", "audio", "function_call", "annotations", "tool_calls"} <= set(dumped)
+    plain = ask(client, messages=[*ASKED, {"role": "assistant", "content": first.content}, *ASKED], seed=5)
+    full = {**dumped, "annotations": [], "refusal": None, "parsed": {"a": 1}, "name": None, "whatever": None}
+    for message in (first, dumped, full, {**dumped, "type": "text"}):  # lm-eval sends a type
+        done = ask(client, messages=[*ASKED, message, *ASKED], seed=5)
+        assert done.usage == plain.usage and done.choices[0].message == plain.choices[0].message
+    refused = {"role": "assistant", "content": None, "refusal": first.content}
+    assert ask(client, messages=[*ASKED, refused, *ASKED], seed=5).usage == plain.usage
+    developer = [
+        {"role": "developer", "content": "Be short."},
+        {"role": "user", "content": "Hi", "name": "me"},
+    ]
+    assert ask(client, messages=developer).choices
 
 
 def test_other_faults_have_their_status(client, running):

@@ -81,10 +81,7 @@ def decode(model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Te
         raise AdapterError(
             f"{len(faults)} of {len(halves) + len(unknown)} factors of the adapter do not fit this model;"
             f" first: {faults[0]}",
-            next=(
-                "check that the adapter was trained on this model (base_model_name_or_path in"
-                f" adapter_config.json: {config.get('base_model_name_or_path')!r})"
-            ),
+            next=f"load its own base, {config.get('base_model_name_or_path') or 'which it does not name'}",
         )
     return {name: decoded[name] for name in known if name in decoded}
 

@@ -171,9 +171,10 @@ class Several:
         folder = adapter_folder(folder)
         of = read_object(folder / CONFIG, AdapterError).get("base_model_name_or_path")
         if self.base and isinstance(of, str) and of and not same_base(of, self.base):
+            theirs, ours = Path(of).name, Path(self.base).name
             raise AdapterError(
-                f"adapter {name!r} is of the base {of:.200}, and this model is {self.base:.200}",
-                next="give an adapter of this model",
+                f"adapter {name!r} was trained on {theirs:.80}; this model is {ours:.80}",
+                next=f"serve it on its own base, {of:.200}",
             )
         if longer_of(folder) != self.longer:
             raise AdapterError(

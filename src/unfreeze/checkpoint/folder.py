@@ -8,8 +8,10 @@ from pathlib import Path
 
 from unfreeze.checkpoint import hub
 from unfreeze.core.built_in import TINY_K2
-from unfreeze.core.errors import CheckpointError, looked_in, nearest
+from unfreeze.core.errors import CheckpointError, looked_in, near_word
 
+USUAL = ("runs", "models", "model", "checkpoints", "adapters", "out", "output", "outputs", "data", "tmp")
+"""Names of folders that hold runs or checkpoints; none is a publisher's of models."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -34,9 +36,10 @@ def folder_of(source: str | Path, progress: Callable[[str], None] | None) -> Pat
     text = str(source)
     if text == TINY_K2.name:
         return TINY_K2
-    siblings = [entry.name for entry in path.parent.glob("*/")]
-    hint = nearest(path.name, siblings)
-    if hub.is_id(text):
+    near = near_folder(path)
+    shown = "" if near is None else near.name if near.parent == path.parent else str(near)
+    hint = f"; nearest: {shown!r}" if shown else ""
+    if asks_hub(source):
         try:
             return hub.download(text, progress)
         except CheckpointError as error:  # "models/tinyk2" may be a mistyped path as well as an id
@@ -45,6 +48,31 @@ def folder_of(source: str | Path, progress: Callable[[str], None] | None) -> Pat
         f"{text} does not exist{looked_in(text)}{hint}",
         next='give an existing folder, or a Hugging Face id written "org/name"',
     )
+
+
+def near_folder(path: Path) -> Path | None:
+    """Return the folder here whose path is most like this one; None if none is."""
+    if path == path.parent:
+        return None
+    above = path.parent if path.parent.is_dir() else near_folder(path.parent)
+    name = near_word(path.name, [entry.name for entry in above.glob("*/")]) if above else ""
+    return above / name if above and name else None
+
+
+def asks_hub(source: str | Path) -> bool:
+    """True for a Hub id: neither a folder here, nor the name of one that is missing here.
+
+    runs/mine is written like an id, too. It is a path if its first part is a usual name of such a folder, or
+    a folder here without checkpoints (one with them may be named after a publisher), or almost such a folder.
+    """
+    path, text = Path(source).expanduser(), str(source)
+    if path.exists() or text == TINY_K2.name or not hub.is_id(text):
+        return False
+    above = path.parent
+    if above.name in USUAL or (above.is_dir() and not any(above.glob("*/config.json"))):
+        return False
+    near = near_folder(path)
+    return near is None or near.name != path.name  # run/mine, where runs/mine is
 
 
 def conversion(folder: Path, pickle: str, target: str) -> str:

@@ -106,7 +106,8 @@ def evaluate(config: Config, common: Common, command: str = "", *, shown: bool =
             out.mkdir(parents=True, exist_ok=True)
             kept = ends.enter_context(Kept(out / KEPT))
             subjects.notes.extend(memorised(subjects, tasks))
-            for note in subjects.notes:
+            table = shown and not (common.json or common.quiet)
+            for note in () if table else subjects.notes:  # the table ends with them
                 line(f"warning: {note}")
             again = len(kept)
             try:
@@ -118,7 +119,7 @@ def evaluate(config: Config, common: Common, command: str = "", *, shown: bool =
                 raise KeyboardInterrupt(message) from None
             record = record_of(config, tasks, subjects, scored, errors, command)
             written = write(record, out, subjects)
-    if shown and not (common.json or common.quiet):
+    if table:
         show(record)
         print(f"page: {written}")
     failed = {"exit_code": UserError.exit_code} if errors else {}
@@ -149,7 +150,7 @@ def score_all(
         for task in tasks:
             if task.name in errors:
                 continue
-            shown = progress(f"{subject.name}: {task.name}", say(common))
+            shown = progress(f"{subject.shown}: {task.name}", say(common))
             try:
                 scored[task.name][subject.name] = task.score(model, kept, shown)
             except UserError as error:
@@ -284,4 +285,4 @@ def show(record: dict[str, Any]) -> None:
             table.add_row(*(Text(cell) for cell in row))
         console.print(table)
     for line in tables.cautions(record):
-        console.print(Text(line))
+        console.print(Text(f"warning: {line}" if line in record["notes"] else line))

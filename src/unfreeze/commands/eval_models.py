@@ -37,6 +37,14 @@ class Scored:
     digest: str
     run: Path | None = None
 
+    @property
+    def shown(self) -> str:
+        """The name in progress lines; of a model that nobody typed what it is, too."""
+        if self.name.split(" of ")[0] != BASE:
+            return self.name
+        adapter = f" with {self.source.adapter}" if self.source.adapter else ""
+        return f"{Path(self.source.base).name}{adapter}, the model before"
+
     def loaded(self, before: Model | None, dtype: torch.dtype, device: torch.device, **shown: Any) -> Model:
         """Load it. `before`, a model without adapters, gets the adapter if it is this one's base."""
         from unfreeze.adapters.read import load_adapter

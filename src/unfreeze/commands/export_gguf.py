@@ -47,28 +47,30 @@ def export_gguf(config: Asked, common: Common) -> dict[str, Any]:
 
     -> path, for, type, bytes, tensors, pre (the tokenizer's splitter), modelfile.
     """
-    from unfreeze.compress.gguf.file import check_disk, nbytes, need_gguf, write_gguf
+    from unfreeze import models
+    from unfreeze.compress.gguf.families import family_of, remarks, settings
     from unfreeze.generate.source import open_source
 
-    need_gguf()
-    path = _path(config)
+    # first what no option can change, and without torch: at once
     source, manifest = open_source(config.run, say(common), config.base)
+    shape = models.shape(manifest.config)
+    family = family_of(shape)
     if config.adapter_only and source.adapter is None:
         raise ConfigError(f"{config.run} has no adapter: it is a whole model", next="without --adapter-only")
+    path = _path(config)
 
+    from unfreeze.compress.gguf.file import check_disk, nbytes, need_gguf, write_gguf
+
+    need_gguf()
     import torch
 
-    from unfreeze import models
     from unfreeze.compress.deltas import Deltas, NoChanges
-    from unfreeze.compress.gguf.families import family_of, remarks, settings
     from unfreeze.compress.gguf.lora import planned_lora
     from unfreeze.compress.gguf.tensors import planned
     from unfreeze.compress.gguf.vocabulary import vocabulary_of
     from unfreeze.compress.gguf.weights import Weights
 
     # refuse everything that can be refused before writing a byte
-    shape = models.shape(manifest.config)
-    family = family_of(shape)
     model = models.meta_model(shape, manifest, torch.float32)
     deltas = Deltas(model, source.adapter) if source.adapter is not None else None
     weights, to = Weights(manifest, model, deltas or NoChanges()), config.type.upper()
@@ -112,7 +114,7 @@ def _path(config: Asked) -> Path:
         kind = "lora" if config.adapter_only else config.type
         path = folder / f"{run.resolve().name}-{kind}.gguf"
     else:
-        raise ConfigError(f"{config.run} is not a folder, so out has no default", next="give --out FOLDER")
+        raise ConfigError(f"{config.run} is not a folder, so out has no default", next="--out FOLDER")
     beside = [path.parent / MODELFILE] if config.read_by == "ollama" else []
     for file in [path, *beside]:
         if file.exists():

@@ -93,6 +93,9 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             ) from None
     keys = keys_of(config, say(common))
     rules = rules_of(config, keys)
+    from unfreeze.commands.serve_models import refuse_unknown
+
+    refuse_unknown(config)
     from unfreeze.serve.running import Endpoint
     from unfreeze.serve.service import Service
 

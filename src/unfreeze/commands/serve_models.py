@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
@@ -99,6 +100,18 @@ def sources_of(config: Config, tell: Callable[[str], None]) -> Sources:
     return Sources(base, manifest, name, longer, places, default)
 
 
+def refuse_unknown(config: Config) -> None:
+    """Raise UserError for models that are not here, before anybody is listened to.
+
+    A base that comes from the Hub is looked for later: it may take minutes.
+    """
+    from unfreeze.checkpoint.folder import asks_hub
+    from unfreeze.generate.source import locate_model
+
+    if not asks_hub(locate_model(named(config.models[0])[1], config.base).base):
+        sources_of(config, lambda line: None)
+
+
 def named(source: str) -> tuple[str, str]:
     """Split NAME=FOLDER. -> ("", source) for a source without a name."""
     name, equals, folder = source.partition("=")
@@ -110,7 +123,7 @@ def named(source: str) -> tuple[str, str]:
 def check_base(place: Path, opened: ModelSource, manifest: Manifest, longer: Longer | None) -> None:
     """Raise AdapterError unless an adapter, or a run that trains one, belongs to the base that is served."""
     run, config = place / RESOLVED, place / CONFIG
-    alone = "serve it by itself, on another port: --port 0"
+    alone = f"serve it on its own base, on another port: unfreeze serve {shlex.quote(str(place))} --port 0"
     if run.is_file():
         if (place / "model").is_dir():
             raise AdapterError(f"{place} trained every weight: it is a base of its own", next=alone)
@@ -118,13 +131,16 @@ def check_base(place: Path, opened: ModelSource, manifest: Manifest, longer: Lon
     elif config.is_file():
         named = read_object(config, AdapterError).get("base_model_name_or_path")
     elif (place / "config.json").is_file():
-        raise AdapterError(f"{place} is a checkpoint, not an adapter of {opened.base}", next=alone)
+        raise AdapterError(f"{place} is a checkpoint, not an adapter of {Path(opened.base).name}", next=alone)
     else:
         raise AdapterError(f"{place} is no run and has no {CONFIG}", next="check the path")
     if not isinstance(named, str) or not named:
         return  # the shapes decide, when it is loaded
     if not same_base(named, opened.base, manifest.path):
-        raise AdapterError(f"{place} is an adapter of {named}, not of {opened.base}", next=alone)
+        theirs, ours = Path(named).name, Path(opened.base).name
+        if theirs == ours or theirs == "model":  # two folders of one name, and runs/NAME/model
+            theirs, ours = named, opened.base
+        raise AdapterError(f"{place} was trained on {theirs}; this server's base is {ours}", next=alone)
     folder = place / "adapter" if run.is_file() else place
     if (folder / CONFIG).is_file() and longer_of(folder) != longer:
         raise AdapterError(f"{place} was trained with other positions ({ROPE})", next=alone)

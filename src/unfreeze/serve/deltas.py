@@ -16,6 +16,7 @@ from unfreeze.data.tokens.masks import end_texts
 from unfreeze.data.tokens.think import USUAL_MARKS, ThinkBlock, written_marks
 from unfreeze.data.tokens.tool_calls import Read, kimi
 from unfreeze.generate.stops import StopText
+from unfreeze.serve.signs import SignedStream, signed_mark, spelled_signs, without_signs
 
 if TYPE_CHECKING:
     from unfreeze.data.rows.row import Message
@@ -86,15 +87,15 @@ class Deltas:
         tools: bool,
         live: bool,
     ):
-        self.shape, self.live = shape, live
-        self._decoder = tokenizer.stream_decoder(skip_specials=False)
+        self.live, self._tokenizer = live, tokenizer
+        self._decoder = SignedStream(tokenizer)
         self._stops = StopText(stop)
-        self._control = tokenizer.special_pattern
-        self._calls = shape.calls if tools else ()
+        self._opening, self._closing, *calls = (
+            signed_mark(mark, tokenizer) for mark in (shape.opening, shape.closing, *shape.calls)
+        )
+        self._calls = tuple(calls) if tools else ()
         self._strips = shape.strips and tools
-        marks = {*tokenizer.special_texts, *self._calls} - {""}
-        self._marks = tuple(marks)
-        self._longest = max(map(len, marks), default=0)
+        self._longest = max(map(len, self._calls), default=0)
         self._state = "head"
         self._open = thought == "open"
         self._text = ""  # not sent yet
@@ -109,6 +110,7 @@ class Deltas:
         delta: dict[str, str] = {}
         while (part := self._step()) is not None:
             name, new = part
+            new = spelled_signs(new, self._tokenizer)  # of reasoning: content has none
             if new:
                 delta[name] = delta.get(name, "") + new
                 self.sent[name] += new
@@ -134,7 +136,7 @@ class Deltas:
         return self._content() if self._state == "content" else None
 
     def _head(self) -> tuple[str, str] | None:
-        text, opening = self._text.lstrip(), self.shape.opening
+        text, opening = self._text.lstrip(), self._opening
         if len(text) < len(opening) and opening.startswith(text):
             return None
         begins = text.startswith(opening)
@@ -145,11 +147,11 @@ class Deltas:
 
     def _thought(self) -> tuple[str, str] | None:
         text = self._text if self.sent["reasoning_content"] else self._text.lstrip()
-        thought, closed, rest = text.partition(self.shape.closing)
+        thought, closed, rest = text.partition(self._closing)
         if closed:
             self._state, self._strips, self._text = "content", True, rest
             return "reasoning_content", thought.rstrip()
-        held = max(_overlap(text, (self.shape.closing,), len(self.shape.closing)), _space(text))
+        held = max(_overlap(text, (self._closing,), len(self._closing)), _space(text))
         if not self.live or len(text) == held:
             return None
         cut = len(text) - held
@@ -162,12 +164,11 @@ class Deltas:
         begins = [at for mark in self._calls if (at := text.find(mark)) >= 0]
         if begins:
             self._state, text = "calls", text[: min(begins)]
-            text = self._control.sub("", text) if self._control else text
-            self._text = ""
+            text, self._text = without_signs(text), ""
             text = text.rstrip() if self._strips else text
             return "content", text if self.sent["content"] or not self._strips else text.lstrip()
-        cut = len(text) - _overlap(text, self._marks, self._longest)
-        certain = self._control.sub("", text[:cut]) if self._control else text[:cut]
+        cut = len(text) - _overlap(text, self._calls, self._longest)
+        certain = without_signs(text[:cut])
         certain = certain.lstrip() if self._strips and not self.sent["content"] else certain
         space = _space(certain)
         self._text = certain[len(certain) - space :] + text[cut:]

@@ -1,8 +1,9 @@
 """The gate before every route: who may ask, how much, how long. An ASGI application around another.
 
 In this order: an id; Host (against DNS rebinding); Origin (no page of a browser, unless named); the key; the
-server's end; the body, whole and at most so many bytes; the time of the answer. Each refusal has OpenAI's
-shape. What fails inside is logged with its traceback under the request's id; the answer names the id alone.
+server's end; the body, in one framing, not packed, whole and at most so many bytes; the time of the answer.
+Each refusal has OpenAI's shape. What fails inside is logged with its traceback under the request's id; the
+answer names the id alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, cast
 
 from unfreeze.core.errors import UserError
 from unfreeze.serve.request import MAX_BODY, Refused
-from unfreeze.serve.visit import VISIT, Visit
+from unfreeze.serve.visit import EVENTS, VISIT, Visit
 
 log = logging.getLogger("unfreeze.serve")
 
@@ -95,7 +96,7 @@ class Gate:
         if scope["type"] != "http":
             return
         visit, path = Visit(), str(scope["path"])
-        answer = Answer(send, visit, self.retry_after)
+        answer = Answer(send, visit, self.retry_after, scope.setdefault("state", {}))
         VISIT.set(visit)
         self.visits[visit] = cast("asyncio.Task[Any]", asyncio.current_task())
         try:
@@ -106,7 +107,13 @@ class Gate:
             admitted(scope, self.rules)
             if self.draining and path not in OPEN:
                 raise Refused(503, ENDING, code="draining")
+            unpacked(scope)
+            wrong = framing(scope)
+            if wrong:
+                answer.more["connection"] = "close"  # where the next request begins is not known
             body = await whole_body(scope, receive, self.rules)
+            if wrong:  # read first: a socket that is closed before its bytes are read loses the answer
+                raise Refused(400, wrong, code="wrong_framing")
             await self._handed_on(scope, body, receive, answer)
         except asyncio.CancelledError:
             if visit.words != "drained":
@@ -165,11 +172,14 @@ class Answer:
 
     status  that was sent; 0: none yet
     whole   True once all of it was sent
-    more    headers for a page of a browser that may ask
+    more    further headers, such as those for a page of a browser that may ask
+    state   of the ASGI scope: tells the connection that events are streamed
     """
 
-    def __init__(self, send: Send, visit: Visit, retry_after: Callable[[], int]):
-        self._send, self.visit, self._retry_after = send, visit, retry_after
+    def __init__(
+        self, send: Send, visit: Visit, retry_after: Callable[[], int], state: MutableMapping[str, Any]
+    ):
+        self._send, self.visit, self._retry_after, self._state = send, visit, retry_after, state
         self.status, self.whole, self._events = 0, False, False
         self.more: Headers = {}
 
@@ -180,6 +190,7 @@ class Answer:
             headers = {"x-request-id": self.visit.id, **self.more}
             own = {bytes(name).lower(): bytes(value) for name, value in message.get("headers", ())}
             self._events = own.get(b"content-type", b"").startswith(b"text/event-stream")
+            self._state[EVENTS] = self._events
             if self.status in (429, 503) and b"retry-after" not in own:
                 headers["retry-after"] = str(max(1, min(FAR, self._retry_after())))
             message = {**message, "headers": [*message.get("headers", ()), *_raw(headers)]}
@@ -204,6 +215,8 @@ class Answer:
         headers = {"content-type": "application/json", "content-length": str(len(body))}
         if error.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if error.status == 415:
+            headers["accept-encoding"] = "identity"
         await self.send({"type": "http.response.start", "status": error.status, "headers": _raw(headers)})
         await self.send({"type": "http.response.body", "body": body})
 
@@ -271,6 +284,27 @@ def admitted(scope: Scope, rules: Rules) -> None:
     if kind.lower() != "bearer" or not any(same):
         words = "there is no such key" if key else "a key is needed: Authorization: Bearer KEY"
         raise Refused(401, words, code="invalid_api_key")
+
+
+def unpacked(scope: Scope) -> None:
+    """Refuse a body that is packed (415): a few bytes of gzip can be gigabytes of JSON."""
+    for kind in _values(scope, b"content-encoding"):
+        if kind.strip().lower() not in ("", "identity"):
+            words = f"Content-Encoding is {kind[:40]!r}: packed bodies are not read; send plain JSON"
+            raise Refused(415, words, code="unsupported_encoding")
+
+
+def framing(scope: Scope) -> str:
+    """Return why a request's end is not certain; "" if it is.
+
+    A proxy that goes by the other header would take a part of the body for the next request (smuggling,
+    RFC 9112 6.1 and 6.3).
+    """
+    if not _values(scope, b"transfer-encoding"):
+        return ""
+    if _values(scope, b"content-length"):
+        return "Content-Length and Transfer-Encoding are both there; send one of them"
+    return "" if scope["http_version"] == "1.1" else "Transfer-Encoding needs HTTP/1.1"
 
 
 async def whole_body(scope: Scope, receive: Receive, rules: Rules) -> bytes:

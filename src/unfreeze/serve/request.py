@@ -11,8 +11,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from unfreeze.core.errors import DataError, UserError, nearest
-from unfreeze.data.rows.messages import read_messages, tools_of
-from unfreeze.data.rows.row import Message, Tool
+from unfreeze.data.rows.fields import half_surrogate
+from unfreeze.data.rows.messages import MESSAGE_FIELDS, read_messages, tools_of
+from unfreeze.data.rows.row import REASONING_NAMES, Message, Tool
+from unfreeze.serve.wording import wording
 from unfreeze.untrusted.json_object import parse_object
 
 MAX_BODY = 8_000_000  # bytes
@@ -21,6 +23,12 @@ MAX_STOPS = 16  # OpenAI has 4; lm-eval's tasks name more
 MAX_TOP = 20  # top_logprobs
 MAX_TOKENS = 2**31 - 1  # asked for; the model's window is the limit that counts
 MAX_BIASES = 1024  # ids of logit_bias
+ANSWERED = ("refusal", "audio", "annotations", "parsed", "type")
+"""Fields of a message that OpenAI's answers have, that its Python client adds (parsed) or lm-eval (type).
+They come back in the next request, and change nothing here."""
+
+PART_FIELDS = ("type", "text", "annotations", "cache_control")
+"""Fields of a part of a message's content. The last two change nothing here."""
 
 
 class Refused(UserError):
@@ -180,6 +188,8 @@ class Asking:
         self.n = fields.n or 1
         stop = fields.stop or ()
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if any(half_surrogate(each) for each in self.stop):
+            raise Refused(400, "stop: half a surrogate pair is no character", param="stop")
         self.bias = _bias(fields.logit_bias)
         self.presence, self.frequency = fields.presence_penalty or 0.0, fields.frequency_penalty or 0.0
         self.min_tokens = MAX_TOKENS if fields.ignore_eos else fields.min_tokens or 0
@@ -253,6 +263,13 @@ def read_chat(raw: bytes) -> Chat:
 
 def read_fields(raw: bytes, form: type[F]) -> F:
     """Check a body by its fields. Raises Refused, which names the field."""
+    if not raw.strip():
+        raise Refused(400, "the body is empty; send a JSON object")
+    try:
+        raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        words = f"the body is not UTF-8: byte {raw[error.start]:#04x} at place {error.start:,}"
+        raise Refused(400, words) from None
     try:
         body = parse_object(raw, "the body", UserError)
     except UserError as error:
@@ -260,26 +277,8 @@ def read_fields(raw: bytes, form: type[F]) -> F:
     try:
         return form.model_validate(body)
     except ValidationError as error:
-        raise _refused(error, body, form) from None
-
-
-def _refused(error: ValidationError, body: Mapping[str, Any], form: type[BaseModel]) -> Refused:
-    """Return the first field's fault in words; of several forms of a field, that of the nearest."""
-    faults = error.errors(include_url=False, include_input=False)
-    first = max(
-        (each for each in faults if each["loc"][:1] == faults[0]["loc"][:1]),
-        key=lambda each: len(each["loc"]),
-    )
-    name = str(first["loc"][0]) if first["loc"] else None
-    if first["type"] == "extra_forbidden" and name:
-        inner = str(first["loc"][-1])
-        known = nearest(name, form.model_fields) if inner == name else ""
-        path = name if inner == name else f"{name}.{inner[:40]}"
-        return Refused(400, f"{path[:80]}: this field is not known here{known}", param=name[:80])
-    words = first["msg"].removeprefix("Value error, ")
-    shown = name and name not in ("messages", "prompt", "tools") and name in body
-    value = f" (it is {str(body[name])[:40]!r})" if name and shown else ""
-    return Refused(400, f"{name}: {words}{value}" if name else words, param=name)
+        words, name = wording(error, body, form)
+        raise Refused(400, words, param=name) from None
 
 
 def _bias(bias: Mapping[str, float] | None) -> dict[int, float]:
@@ -304,16 +303,38 @@ def _messages(fields: Fields) -> list[Message]:
 def messages_of(messages: list[Any]) -> list[Message]:
     """Check messages. Raises Refused, which names the place."""
     try:
-        wrong = next((i for i, each in enumerate(messages) if not isinstance(each, dict)), None)
-        if wrong is not None:
-            raise DataError(f"messages[{wrong}] is not an object")
-        as_system = [  # OpenAI's newer name
-            {**each, "role": "system"} if each.get("role") == "developer" else each for each in messages
-        ]
-        return read_messages(as_system)
+        return read_messages([_spoken(each, f"messages[{i}]") for i, each in enumerate(messages)])
     except DataError as error:
         words = error.message.replace("only text is trained on", "this model reads text alone")
         raise Refused(400, words, param="messages") from None
+
+
+def _spoken(message: Any, where: str) -> dict[str, Any]:
+    """Return a message as rows have it. Raises DataError for a field that is neither OpenAI's nor a row's."""
+    if not isinstance(message, dict):
+        raise DataError(f"{where} is not an object")
+    fields = {name: value for name, value in message.items() if value is not None}
+    for name in fields:
+        if name not in (*MESSAGE_FIELDS, *REASONING_NAMES, *ANSWERED, "function_call"):
+            known = nearest(name, MESSAGE_FIELDS)
+            raise DataError(f"{where}.{name[:40]}: this field is not known here{known}")
+    content: Any = fields.get("content")
+    for i, part in enumerate(content if isinstance(content, list) else ()):
+        wrong = next((name for name in part if name not in PART_FIELDS), "") if _is_text(part) else ""
+        if wrong:
+            known = nearest(wrong, PART_FIELDS)
+            raise DataError(f"{where}.content[{i}].{wrong[:40]}: this field is not known here{known}")
+    if fields.get("audio"):
+        raise DataError(f"{where}.audio: this model reads text alone")
+    if fields.get("role") == "developer":  # OpenAI's newer name
+        fields["role"] = "system"
+    if "content" not in fields and "refusal" in fields:
+        fields["content"] = fields["refusal"]
+    return {name: value for name, value in fields.items() if name not in ANSWERED}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") == "text"
 
 
 def _tools(fields: Fields) -> list[Tool] | None:

@@ -2,7 +2,7 @@
 
     POST /v1/chat/completions, /v1/completions    each request by itself
     GET  /v1/models, /v1/models/NAME
-    POST /tokenize, /detokenize                   in vLLM's form
+    POST /tokenize, /detokenize                   in vLLM's form; GET /tokenizer_info
     …    /s/SESSION/v1/…                          the same by a session's: base_url = …/s/SESSION/v1
 
 Every answer is JSON; an error has OpenAI's shape. log-probabilities that a client sees are those before
@@ -36,7 +36,7 @@ from unfreeze.serve.session import Session, Speech, Turn
 from unfreeze.serve.speaker import Speaker, Work
 from unfreeze.serve.steer import Allow, steered
 from unfreeze.serve.structured import Grammars, chat_grammar
-from unfreeze.serve.tokenize import text_of, tokens_of
+from unfreeze.serve.tokenize import info_of, text_of, tokens_of
 
 if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
@@ -74,8 +74,9 @@ class Router:
         self.adapters, self.default = adapters, default
         self.sessions: dict[str, Talk] = {}
         routes = [
-            Route(f"{prefix}{path}", _refusing(endpoint), methods=[method])
+            Route(f"{prefix}{path}{slash}", _refusing(endpoint), methods=[method])
             for prefix in ("/v1", "/s/{session}/v1")
+            for slash in ("", "/")
             for path, endpoint, method in (
                 ("/chat/completions", self._chat, "POST"),
                 ("/completions", self._complete, "POST"),
@@ -84,11 +85,17 @@ class Router:
             )
         ]
         routes += [
-            Route(path, _refusing(endpoint), methods=["POST"])
-            for path, endpoint in (("/tokenize", self._tokenize), ("/detokenize", self._detokenize))
+            Route(f"{path}{slash}", _refusing(endpoint), methods=[method])
+            for slash in ("", "/")
+            for path, endpoint, method in (
+                ("/tokenize", self._tokenize, "POST"),
+                ("/detokenize", self._detokenize, "POST"),
+                ("/tokenizer_info", self._tokenizer_info, "GET"),
+            )
         ]
         faults: Mapping[Any, Any] = {Refused: _refusal, HTTPException: _no_route}
         self.app = Starlette(routes=routes, exception_handlers=faults)
+        self.app.router.redirect_slashes = False  # a client that follows 307 may drop its key or its body
         num_ids = speaker.engine.num_ids
         self._num_ids, self._window = num_ids, speaker.engine.model.shape.max_positions
         self._grammars = Grammars(tokenizer, num_ids)
@@ -138,6 +145,9 @@ class Router:
         model, answer = text_of(await _body(request), self.tokenizer)
         self._adapter(model)
         return JSONResponse(answer)
+
+    async def _tokenizer_info(self, request: Request) -> Response:
+        return JSONResponse(info_of(self.tokenizer, self._window))
 
     # --- chat completions
 

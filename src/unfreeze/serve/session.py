@@ -20,11 +20,12 @@ from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.rows.row import Message, Tool
 from unfreeze.data.tokens.masks import encode_rendered, renderer
 from unfreeze.data.tokens.tool_calls import Read, Spoken, reads_calls
-from unfreeze.data.tokens.transcript import Sample, as_message, continuation, spoken_text
+from unfreeze.data.tokens.transcript import Sample, as_message, continuation
 from unfreeze.generate.sampling import Sampling
 from unfreeze.generate.stops import StopText
 from unfreeze.serve.deltas import Shape, shape_of
 from unfreeze.serve.request import Asking, Chat, Refused
+from unfreeze.serve.signs import guarded, signed_text
 
 if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
@@ -140,20 +141,23 @@ class Speech:
 
         cut: reasoning without an end is reasoning; else it is content, as the template writes it back.
         """
-        text = spoken_text(self.tokenizer, done.tokens)
+        text = signed_text(done.tokens, self.tokenizer)
         if done.stop_reason == "stop word":
-            text, whole = StopText(turn.sampling.stop).push(text)
-            text = text if whole else done.text  # a control token parts the stop string
-        if cut and (thought := self.shape.unclosed(text, turn.thought)) is not None:
-            return {"role": "assistant", "content": "", "reasoning_content": thought}
-        spoken = Spoken(text)
+            text, stopped = StopText(turn.sampling.stop).push(text)
+            text = text if stopped else done.text  # a control token parts the stop string
+        whole = guarded(text, self.tokenizer)
+        if cut and (thought := self.shape.unclosed(whole.text, turn.thought)) is not None:
+            return {"role": "assistant", "content": "", "reasoning_content": whole.plain(thought)}
+        spoken = Spoken(whole.text)
         if turn.tools and not isinstance(self._read, ConfigError):
             before = sum(len(each.get("tool_calls") or ()) for each in turn.messages)
-            read = self._read(text, before)
+            read = self._read(whole.text, before)
             spoken = spoken if read.fault else read
         message = as_message(self.tokenizer, turn.messages, spoken.content, spoken.calls)
         control = self.tokenizer.special_pattern  # spelled out above, as calls and reasoning are made of some
-        return {**message, "content": control.sub("", message["content"]) if control else message["content"]}
+        if control is not None:
+            message["content"] = control.sub("", message["content"])
+        return whole.plain(message)
 
 
 def _sampling(request: Asking, most: int, prompt: int) -> Sampling:

@@ -26,6 +26,7 @@ from unfreeze.serve.request import Chat, Refused
 if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
 
+LONGEST = 96  # characters of a library's words in a message
 MAX_SCHEMA = 200_000  # characters; the library limits the work of what is shorter
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python writes it, on one line: with free white space a weak model writes spaces to its end."""
@@ -72,8 +73,8 @@ class Grammars:
             self._vocabulary, library.LLMatcher.grammar_from_lark(grammar), log_level=0
         )
         if matcher.is_error():
-            words = " ".join(matcher.get_error().split())
-            raise Refused(400, f"{param}: no grammar can be made of it: {words[:200]}", param=param)
+            words = f"{param}: the schema cannot be used: {plain_fault(matcher.get_error())}"
+            raise Refused(400, words, param=param)
         return Allowed(matcher, self.num_ids, param)
 
     def literal(self, text: str) -> str:
@@ -97,11 +98,40 @@ def json_grammar(schema: Any, param: str) -> str:
         raise Refused(400, f"{param}: the schema is not an object", param=param)
     if "x-guidance" in schema:
         raise Refused(400, f"{param}: x-guidance is not known here", param=param)
-    text = json.dumps({**schema, "x-guidance": SPACES})
+    try:
+        text = json.dumps({**schema, "x-guidance": SPACES}, allow_nan=False)
+    except ValueError:
+        raise Refused(
+            400, f"{param}: the schema has NaN or Infinity, which is no JSON", param=param
+        ) from None
     if len(text) > MAX_SCHEMA:
         words = f"{param}: a schema of {len(text):,} characters; at most {MAX_SCHEMA:,} are taken"
         raise Refused(400, words, param=param)
     return f"%json {text}"
+
+
+FAULTS = [
+    (r"Unimplemented keys: (.*)", r"it has {1}, which is not built; leave it out"),
+    (r"oneOf constraints are not supported.*", r"oneOf is not built; anyOf is"),
+    (r"Invalid type: (.*)", r"there is no type {1}"),
+    (r"Unknown format: (.*)", r"format {1} is not known; leave it out, or give a pattern"),
+    (r".*regex parse error:.* error: (.*)", r"its pattern: {1}"),
+    (r"Resource (.*) is not present.*", r"$ref to {1} is not fetched; put it in $defs"),
+    (r"Pointer (.*) does not exist", r"$ref: there is no {1} in it"),
+    (r"Unsatisfiable schema: (.*)", r"nothing can fit it: {1}"),
+]
+"""What the library says, and how it is told to a client."""
+
+
+def plain_fault(error: str) -> str:
+    """Return what is wrong with a schema in a sentence, without the grammar that the library repeats."""
+    words = " ".join(re.split(r"\n\s*\d+ \| ", error)[0].split())
+    words = re.sub(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?", "", words)
+    for pattern, ours in FAULTS:
+        if (match := re.fullmatch(pattern, words)) is not None:
+            words = ours.replace("{1}", match[1] if match.lastindex else "")
+            break
+    return words[:LONGEST]
 
 
 class Allowed:

@@ -1,7 +1,8 @@
-"""POST /tokenize and /detokenize, in vLLM's form.
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's form.
 
-/tokenize    {"prompt": text} or {"messages": […], "tools": […]} -> tokens, count, max_model_len
-/detokenize  {"tokens": […]} -> {"prompt": text}
+/tokenize        {"prompt": text} or {"messages": […], "tools": […]} -> tokens, count, max_model_len
+/detokenize      {"tokens": […]} -> {"prompt": text}
+/tokenizer_info  -> bos_token, eos_token, … as texts, chat_template: lm-eval's remote tokenizer reads these
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from unfreeze.serve.request import Refused, Strict, checked_tools, messages_of, 
 
 if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
+
+TOLD = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Written(Strict):
@@ -68,3 +71,14 @@ def text_of(raw: bytes, tokenizer: Tokenizer) -> tuple[str | None, dict[str, Any
         return fields.model, {"prompt": tokenizer.decode(fields.tokens, skip_specials=False)}
     except DataError as error:
         raise Refused(400, f"tokens: {error.message}", param="tokens") from None
+
+
+def info_of(tokenizer: Tokenizer, window: int) -> dict[str, Any]:
+    """Return what a client needs to work with the tokenizer from afar; null for a token that is not there."""
+    return {
+        "tokenizer_class": "unfreeze",
+        **{role: tokenizer.variables.get(role) for role in TOLD},
+        "add_bos_token": tokenizer.add_bos,
+        "chat_template": tokenizer.chat.source,
+        "model_max_length": window,
+    }

@@ -7,6 +7,9 @@ import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+EVENTS = "unfreeze.events"
+"""Key in the state of an ASGI scope: True once a stream of events has begun."""
+
 
 @dataclass(eq=False)
 class Visit:

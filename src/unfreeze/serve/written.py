@@ -72,7 +72,8 @@ class Spelled:
         return {"content": content, "refusal": None}
 
     def place(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, Any]:
-        """Return one token, and the likeliest at its place."""
+        """Return one token, and the likeliest at its place: a token among them has the very number there."""
+        logprob = dict(top).get(token, logprob)
         return {**self._token(token, logprob), "top_logprobs": [self._token(*each) for each in top]}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
