@@ -38,11 +38,16 @@ def quantized(bases, tmp_path_factory):
     return make
 
 
+def expanded(folder: Path, out: Path) -> Path:
+    """A quantized checkpoint in bf16."""
+    manifest = open_checkpoint(folder)
+    model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
+    work = MergeWork(manifest, model, NoChanges(), "bf16")
+    merge(work, NoChanges(), out, {"base": folder.name}, "refit", None)
+    return out
+
+
 @pytest.fixture(scope="session")
 def deepseek(bases, tmp_path_factory) -> Path:
     """tiny-k2's shape, MLA and shared experts beside routed ones, in bf16."""
-    out, manifest = tmp_path_factory.mktemp("deepseek") / "bf16", open_checkpoint(bases["int4"])
-    model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
-    work = MergeWork(manifest, model, NoChanges(), "bf16")
-    merge(work, NoChanges(), out, {"base": "tiny-k2"}, "refit", None)
-    return out
+    return expanded(bases["int4"], tmp_path_factory.mktemp("deepseek") / "bf16")
