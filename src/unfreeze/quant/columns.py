@@ -223,7 +223,7 @@ def e2m1(steps: Tensor) -> Tensor:
     import torch
 
     numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=steps.device, dtype=steps.dtype)
-    return numbers[round_to_e2m1(steps.float() + 0.0).int()] + 0.0
+    return numbers[round_to_e2m1(steps.float()).int()]
 
 
 def _nearest_code(steps: Tensor, numbers: Tensor) -> Tensor:
