@@ -38,7 +38,7 @@ FORMATS: dict[str, Codec] = {
     "nvfp4": Nvfp4(),
     "nf4": Bits4(),
 }
-MODULES = ("experts", "all-linear", "attention", "mlp", "shared_experts", "lm_head")
+MODULES = ("experts", "all-linear", "lm_head")
 LEFT = frozenset(("lm_head", "router", "embeddings", "norms", "indexer", "hyper_connections"))
 """Groups (models/groups.py) that all-linear leaves as they are."""
 
@@ -73,7 +73,7 @@ def nearest(weight: Tensor, codec: Codec, name: str) -> dict[str, Tensor]:
 class Packing:
     """A wish: the codec, the modules that get it, and the way to round.
 
-    modules  of MODULES: "all-linear" is every group but LEFT, any other is a group of models/groups.py
+    modules  of MODULES: "all-linear" is every group but LEFT, "experts" the routed ones
     """
 
     codec: Codec
@@ -94,6 +94,14 @@ def holds(codec: Codec, rows: int, columns: int) -> bool:
     return True
 
 
+def splits(codec: Codec, model_type: str) -> bool:
+    """True if experts of a family that publishes them stacked are written one by one, as quantizers do.
+
+    gpt-oss is published so in bitsandbytes' 4 bits alone.
+    """
+    return model_type != "gpt_oss" or isinstance(codec, Bits4)
+
+
 def fused(codec: Codec, model_type: str) -> Codec:
     """The codec of experts that are one tensor on disk. Raises ConfigError if the format has no such layout.
 
@@ -104,7 +112,7 @@ def fused(codec: Codec, model_type: str) -> Codec:
     name = next((name for name, known in FORMATS.items() if known == codec), codec.name)
     raise ConfigError(
         f"{name.upper()} needs a matrix per expert; {model_type} has them stacked",
-        next="--to mxfp4" if model_type == "gpt_oss" else "--modules attention",
+        next="--to mxfp4, in which gpt-oss is published; or --to bf16 of a merge",
     )
 
 

@@ -70,10 +70,10 @@ def quantize_work(manifest: Manifest, to: str, modules: Collection[str] = (), ro
     work = MergeWork(manifest, model, NoChanges(), Packing(FORMATS[to], modules, round))
     chosen = [weight for weight in work.weights if work.chosen(weight)]
     if not chosen:
-        groups = sorted({weight.group for weight in work.weights if weight.home} - LEFT)
+        groups = sorted({weight.group for weight in work.weights if weight.home})
         raise ConfigError(
-            f"--modules {' '.join(modules)} names nothing in this {shape.model_type}",
-            next=f"it has {', '.join(groups)}",
+            f"--modules {' '.join(modules)} names nothing in this {shape.model_type}, which has {', '.join(groups)}",
+            next="--modules all-linear",
         )
     for weight in chosen:
         if weight.to is None:
