@@ -124,7 +124,7 @@ def divergence(
 
 
 def compared(p_NV: Tensor, q_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """float64 [4, N] of logits: −log q and −log p of the target, KL(p ‖ q), 1 if the best tokens are equal."""
+    """float64 [4, N]: −log q and −log p of the target, KL(p ‖ q), 1 if the most likely tokens are equal."""
     log_p_NV, log_q_NV = p_NV.double().log_softmax(-1), q_NV.double().log_softmax(-1)
     kl_N = (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(-1)
     of_target = targets_N.unsqueeze(-1)

@@ -239,7 +239,7 @@ def columns_of(codec: Codec, weight_OI: Tensor) -> Columns | None:
 
     That is so for zero points and act-order, and for NF4 if a row is no whole number of blocks.
     """
-    rows, columns = weight_OI.shape
+    columns = weight_OI.shape[1]
     if isinstance(codec, Int4):
         return _Int4(codec, codec.group_size, {})
     if isinstance(codec, Integers) and not (codec.zeros or codec.permuted):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from tests.compress.calibrate.gptq_inputs import inputs
 
+from tests.compress.calibrate.gptq_inputs import inputs
 from unfreeze.compress.calibrate import gptq
 from unfreeze.compress.calibrate.gptq import Hessian, correct, inverse_factor, output_error, rounded_in_order
 from unfreeze.compress.quantize.formats import FORMATS, nearest
@@ -153,7 +153,9 @@ def test_independent_inputs_give_the_formats_own_rounding(name: str) -> None:
     assert differs == 0 or (name.startswith("fp8 blocks") and differs < 0.005)
     if not name.startswith(("fp8 blocks", "nvfp4")):  # NVFP4 has two codes of 0
         for suffix, part in parts.items():
-            assert torch.equal(part.reshape(-1).view(torch.uint8), expected[suffix].reshape(-1).view(torch.uint8))
+            assert torch.equal(
+                part.reshape(-1).view(torch.uint8), expected[suffix].reshape(-1).view(torch.uint8)
+            )
 
 
 def unpacked(rows: list[str]) -> torch.Tensor:

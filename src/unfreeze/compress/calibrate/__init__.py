@@ -1,1 +1,1 @@
-"""Rounding that is chosen by what the weights are multiplied with: rows go through the model, layer by layer."""
+"""Rounding chosen by what the weights are multiplied with: rows go through the model, layer by layer."""

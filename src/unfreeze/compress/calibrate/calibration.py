@@ -17,20 +17,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unfreeze.checkpoint.faults import Faults
-from unfreeze.checkpoint.manifest import TensorInfo, read_header
+from unfreeze.checkpoint.manifest import Manifest, TensorInfo, read_header
 from unfreeze.checkpoint.nested import in_model
 from unfreeze.checkpoint.shard import Shard
 from unfreeze.checkpoint.tensors import stored_tensor
 from unfreeze.compress import shards
 from unfreeze.compress.calibrate.gptq import DAMPING, Hessian, correct, inverse_factor
 from unfreeze.compress.calibrate.inputs import Inputs, inner
-from unfreeze.compress.calibrate.layers import Layers, State, through
+from unfreeze.compress.calibrate.layers import Layers, State, hidden_states, through
 from unfreeze.compress.deltas import MatrixPlace
 from unfreeze.compress.quantize.formats import nearest
 from unfreeze.compress.work import MergeWork
@@ -151,8 +151,7 @@ def check_rows(matrices: Sequence[Matrix], model: Decoder, batches: Sequence[Bat
     needed = min(least, default=0)
     if tokens < needed:
         raise DataError(
-            f"{tokens:,} calibration tokens; {least[needed].name} with {least[needed].shape[1]:,} inputs needs"
-            f" {needed:,}, and no matrix fewer",
+            f"{tokens:,} calibration tokens; {least[needed].name} needs {needed:,}, and no matrix fewer",
             next="give more rows with --calibrate, or leave it out to round to the nearest",
         )
 
@@ -166,24 +165,26 @@ class Calibration:
     folder: Path
     inputs: dict[str, Any]
     record: shards.Record = field(init=False)
+    matrices: list[Matrix] = field(init=False)
+    files: list[LayerFile] = field(init=False)
     _stored: dict[str, dict[str, TensorInfo]] = field(init=False, default_factory=dict)
 
-    def run(self, progress: shards.Progress | None = None) -> None:
-        """Correct the layers that are missing.
-
-        Raises DataError for too few rows, ConfigError for a folder with another calibration, DoesNotFit if
-        the disk is too small for it, before anything is written.
-        """
-        matrices = list(matrices_of(self.work))
-        check_rows(matrices, self.work.model, self.batches)
+    def __post_init__(self) -> None:
+        """Raise DataError for too few rows, ConfigError for a folder with another calibration."""
+        self.matrices = list(matrices_of(self.work))
+        check_rows(self.matrices, self.work.model, self.batches)
         by_layer: dict[int, list[Matrix]] = {}
-        for matrix in matrices:
+        for matrix in self.matrices:
             if (index := Layers.layer_of(matrix.place.site)) is not None:
                 by_layer.setdefault(index, []).append(matrix)
-        files = [LayerFile(index, by_layer[index]) for index in sorted(by_layer)]
+        self.files = [LayerFile(index, by_layer[index]) for index in sorted(by_layer)]
         inputs = {**self.inputs, "rows": digest_of(self.batches), "damping": DAMPING, "fewest": FEWEST}
         self.record = shards.begun(shards.Record(inputs, file=RECORD, noun="calibration"), self.folder)
+
+    def run(self, progress: shards.Progress | None = None) -> None:
+        """Correct the layers that are missing. Raises DoesNotFit if the disk is too small, before any."""
         walk: _Walk | None = None
+        files = self.files
 
         def write(file: LayerFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
             nonlocal walk
@@ -252,7 +253,7 @@ class _Walk:
                 stored = parts_in(self.folder / file.name)
                 for matrix in file.matrices:
                     parts = {suffix: stored_tensor(info) for suffix, info in stored[matrix.name].items()}
-                    self._place(matrix).copy_(matrix.codec.dequantize(parts))
+                    place_of(self.layers.model, matrix).copy_(matrix.codec.dequantize(parts))
             through(layer, self.states)
         self.at += 1
 
@@ -305,7 +306,7 @@ class _Walk:
         self, matrix: Matrix, hessian: Hessian | None, U_II: Tensor | None, shard: Shard, tally: Tally
     ) -> None:
         """Round one matrix, write its parts, and put the rounded weight into the layer."""
-        weight = self._place(matrix)
+        weight = place_of(self.layers.model, matrix)
         W_OI = weight.float().contiguous()
         parts = nearest(W_OI, matrix.codec, matrix.name)
         if hessian is not None and U_II is not None:
@@ -326,15 +327,40 @@ class _Walk:
             shard.put(f"{matrix.name}.{suffix}", part)
         weight.copy_(matrix.codec.dequantize(parts))
 
-    def _place(self, matrix: Matrix) -> Tensor:
-        """The matrix's weight in the loaded layer, a view [out, in]."""
-        place, owner = matrix.place, self.layers.model.get_submodule(matrix.place.site)
-        if isinstance(owner, Linear):
-            return owner.weight
-        assert isinstance(owner, Experts)
-        stack = owner.gate_up_proj if place.projection == owner.first else owner.down_proj
-        whole = stack.weight[place.expert]
-        return whole if place.half is None else owner.activation.split(whole, 0)[place.half]
+
+def place_of(model: Decoder, matrix: Matrix) -> Tensor:
+    """The matrix's weight in a model, a view [out, in]."""
+    place, owner = matrix.place, model.get_submodule(matrix.place.site)
+    if isinstance(owner, Linear):
+        return owner.weight
+    assert isinstance(owner, Experts)
+    stack = owner.gate_up_proj if place.projection == owner.first else owner.down_proj
+    whole = stack.weight[place.expert]
+    return whole if place.half is None else owner.activation.split(whole, 0)[place.half]
+
+
+@torch.no_grad()
+def rounded_states(manifest: Manifest, matrices: Sequence[Matrix], batches: Sequence[Batch]) -> Rounded:
+    """What the head would read if every matrix were rounded to the nearest, without writing a file."""
+    layers, by_layer = Layers(manifest), dict[int | None, list[Matrix]]()
+    for matrix in matrices:
+        by_layer.setdefault(Layers.layer_of(matrix.place.site), []).append(matrix)
+
+    def change(index: int | None) -> None:
+        for matrix in by_layer.get(index, ()):
+            weight = place_of(layers.model, matrix)
+            parts = nearest(weight.float().contiguous(), matrix.codec, matrix.name)
+            weight.copy_(matrix.codec.dequantize(parts))
+
+    change(None)
+    return Rounded(hidden_states(layers, batches, lambda _, index: change(index)), layers.model)
+
+
+class Rounded(NamedTuple):
+    """Hidden states after the final norm, [T, D] for each batch, and the model whose head reads them."""
+
+    states: list[Tensor]
+    model: Decoder
 
 
 def parts_in(path: Path) -> dict[str, dict[str, TensorInfo]]:

@@ -77,7 +77,8 @@ def inverse_factor(hessian_II: Tensor, damping: float = DAMPING) -> Tensor:
     H_II = hessian_II.double()
     if not bool(H_II.isfinite().all()):
         raise CheckpointError(
-            "calibration inputs of a layer are NaN or infinite", next="leave --calibrate out, or check the rows"
+            "calibration inputs of a layer are NaN or infinite",
+            next="leave --calibrate out, or check the rows",
         )
     mean = float(H_II.diagonal().mean())
     identity = torch.eye(len(H_II), dtype=torch.float64, device=H_II.device)

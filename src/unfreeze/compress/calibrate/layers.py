@@ -21,7 +21,10 @@ from unfreeze.checkpoint.resolve import Placement, resolve
 from unfreeze.checkpoint.stream import stream
 from unfreeze.core.batch import Batch
 from unfreeze.core.torch_types import buffers_of, parameters_of
+from unfreeze.models.blocks.experts import Experts
+from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.passes import PackedPass
+from unfreeze.models.decoder import Decoder
 from unfreeze.models.layer import Layer
 from unfreeze.parallel.placement.place import hand_over
 
@@ -152,3 +155,27 @@ def hidden_states(
         if progress is not None:
             progress(index + 1, len(layers))
     return layers.last(states)
+
+
+def memory_of(model: Decoder, tokens: int) -> int:
+    """Bytes of a calibration on so many tokens, for a model on meta in float32.
+
+    All outside of the layers and the largest layer, both as float32 at most; the states, twice: of experts
+    their inputs too; H of every width of a layer; float64 copies of the largest H while it is factored.
+    """
+    by_layer = [sum(tensor.nbytes for tensor in layer.state_dict().values()) for layer in model.layers]
+    rest = sum(tensor.nbytes for tensor in model.state_dict().values()) - sum(by_layer)
+    widths = [
+        [linear.in_features for linear in layer.modules() if isinstance(linear, Linear)]
+        + [
+            size
+            for experts in layer.modules()
+            if isinstance(experts, Experts)
+            for size in (experts.hidden_size, experts.intermediate_size)
+        ]
+        for layer in model.layers
+    ]
+    hessians = max((sum(4 * width**2 for width in own) for own in widths), default=0)
+    widest = max((width for own in widths for width in own), default=0)
+    states = 2 * 4 * tokens * model.shape.hidden_size
+    return rest + max(by_layer, default=0) + hessians + 4 * 8 * widest**2 + states
