@@ -106,15 +106,11 @@ def quantize(config: Config, common: Common) -> dict[str, Any]:
     assert work.packing is not None
     inputs = by_shards.inputs_of(manifest, config.to, tuple(work.packing.modules))
     rows = quantize_rows.rows_of(config.calibrate, config.measure, config.columns, manifest, say(common))
-    if rows is not None and rows.corrected_on:
-        inputs["calibrate"] = rows.digest
-    calibration = None
+    inputs["calibrate"] = quantize_rows.digest(rows)
     try:
         with writing(out, "out"):
-            if "calibrate" in inputs and not by_shards.begun(out, inputs).finished:
-                calibration = quantize_rows.calibration_of(rows, work, out, inputs)
-                with LoadProgress("calibrate", quiet=common.quiet) as progress:
-                    calibration.run(progress)
+            calibration = quantize_rows.calibrate(rows, work, out, inputs, common.quiet)
+            if calibration is not None:
                 work = quantize_work(manifest, config.to, config.modules, calibration.round)
             with LoadProgress("quantize", quiet=common.quiet) as progress:
                 record = by_shards.write(work, out, inputs, progress)

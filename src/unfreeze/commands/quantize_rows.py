@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import ConfigError, DataError, DoesNotFit
 from unfreeze.core.units import format_bytes
+from unfreeze.tracking.live import LoadProgress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,13 +40,6 @@ class Rows:
     corrected_on: list[Batch]
     measured_on: list[Batch]
     source: str
-
-    @property
-    def digest(self) -> str:
-        """Of the rows that the rounding is corrected on."""
-        from unfreeze.compress.calibrate.calibration import digest_of
-
-        return digest_of(self.corrected_on)
 
     @property
     def tokens(self) -> int:
@@ -94,16 +88,34 @@ def examples_of(
     return encoded_files(paths, load_tokenizer(manifest.path), length, columns=columns).examples
 
 
-def calibration_of(rows: Rows, work: MergeWork, out: Path, inputs: dict[str, Any]) -> Calibration:
-    """The calibration beside OUT. Raises DoesNotFit if memory or disk is too small for it and the result."""
+def digest(rows: Rows | None) -> str:
+    """Of the rows that the rounding is corrected on; "none" without any."""
+    from unfreeze.compress.calibrate.calibration import digest_of
+
+    return digest_of(rows.corrected_on) if rows is not None and rows.corrected_on else "none"
+
+
+def calibrate(
+    rows: Rows | None, work: MergeWork, out: Path, inputs: dict[str, Any], quiet: bool
+) -> Calibration | None:
+    """Correct the rounding, in a folder beside OUT; None without rows to do it on.
+
+    If OUT is finished nothing is done, and `round` does it where a file of OUT turns out to be damaged.
+    Raises DoesNotFit, before any work, if memory or disk is too small for it or for the result.
+    """
     from unfreeze.compress import shards
     from unfreeze.compress.calibrate.calibration import Calibration
     from unfreeze.compress.calibrate.layers import memory_of
     from unfreeze.compress.merge import out_files
+    from unfreeze.compress.quantize import write as by_shards
     from unfreeze.parallel.machine import hardware
 
-    folder = folder_of(out)
+    if rows is None or not rows.corrected_on:
+        return None
+    folder, finished = folder_of(out), by_shards.begun(out, inputs).finished
     calibration = Calibration(work, rows.corrected_on, folder, inputs)
+    if finished:
+        return calibration
     needed, free = memory_of(work.model, rows.tokens), hardware("cpu").available
     if needed > free:
         raise DoesNotFit(
@@ -114,6 +126,8 @@ def calibration_of(rows: Rows, work: MergeWork, out: Path, inputs: dict[str, Any
     both = [(folder, file) for file in calibration.files] + [(out, file) for file in out_files(work)]
     left = [file for place, file in both if not (place / file.name).is_file()]
     shards.check_disk(out, left, len(both))
+    with LoadProgress("calibrate", quiet=quiet) as progress:
+        calibration.run(progress)
     return calibration
 
 
@@ -175,7 +189,7 @@ def results(
     Of an OUT that was finished before, how its matrices were rounded is what its record says.
     """
     own = record.more.get("calibrated")
-    if calibration is not None and rows is not None:
+    if rows is not None and calibration is not None and calibration.tallies:
         groups = {group: vars(tally) for group, tally in calibration.tallies.items()}
         own = {"tokens": rows.tokens, "groups": groups}
     return {"calibrated": own, "measured": None if rows is None else measured(rows, work, out)}

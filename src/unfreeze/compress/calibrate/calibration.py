@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,8 +79,8 @@ class LayerFile:
     def name(self) -> str:
         return f"layer-{self.index:05d}.safetensors"
 
-    @cached_property
-    def parts(self) -> dict[str, Part]:
+    @property
+    def parts(self) -> Mapping[str, Part]:
         return {name: part for matrix in self.matrices for name, part in matrix.parts.items()}
 
 
@@ -201,6 +200,8 @@ class Calibration:
 
     def round(self, weight: Tensor, codec: Codec, name: str) -> dict[str, Tensor]:
         """The corrected parts of a matrix (quantize/formats.py, Round); outside of the layers the nearest."""
+        if not self._stored:
+            self.run()
         stored = self._stored.get(name)
         if stored is None:
             return nearest(weight, codec, name)

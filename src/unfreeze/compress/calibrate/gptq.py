@@ -97,23 +97,24 @@ def inverse_factor(hessian_II: Tensor, damping: float = DAMPING) -> Tensor:
 
 def rounded_in_order(weight_OI: Tensor, U_II: Tensor, columns: Columns) -> tuple[Tensor, list[Run]]:
     """(Q [O, I], the scales of its runs), in the dtype of W."""
-    W, U = weight_OI.clone(), U_II.to(weight_OI.dtype)
+    # columns are rows in memory: a column is read in one piece
+    W, U = weight_OI.t().contiguous(), U_II.to(weight_OI.dtype)
     values, runs = torch.empty_like(W), list[Run]()
-    width, columns_in_all = columns.width, W.shape[1]
+    width, count = columns.width, len(W)
     # a run begins where all earlier columns have reached it: at the start of a block, or inside one
     block = width * max(1, BLOCK // width) if width <= BLOCK else gcd(width, BLOCK)
-    block = BLOCK if width >= columns_in_all else block
-    for begin in range(0, columns_in_all, block):
-        end = min(begin + block, columns_in_all)
-        lost = torch.empty_like(W[:, begin:end])
+    block = BLOCK if width >= count else block
+    for begin in range(0, count, block):
+        end = min(begin + block, count)
+        lost = torch.empty_like(W[begin:end])
         for j in range(begin, end):
             if j % width == 0:
-                runs.append(columns.fit(W[:, j : j + width], j))
-            values[:, j] = columns.nearest(W[:, j], runs[-1])
-            lost[:, j - begin] = (W[:, j] - values[:, j]) / U[j, j]
-            W[:, j + 1 : end].addr_(lost[:, j - begin], U[j, j + 1 : end], alpha=-1)
-        W[:, end:].addmm_(lost, U[begin:end, end:], alpha=-1)
-    return values, runs
+                runs.append(columns.fit(W[j : j + width].t(), j))
+            values[j] = columns.nearest(W[j], runs[-1])
+            torch.div(W[j] - values[j], U[j, j], out=lost[j - begin])
+            W[j + 1 : end].addr_(U[j, j + 1 : end], lost[j - begin], alpha=-1)
+        W[end:].addmm_(U[begin:end, end:].t(), lost, alpha=-1)
+    return values.t().contiguous(), runs
 
 
 def correct(
