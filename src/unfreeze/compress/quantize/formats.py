@@ -65,6 +65,8 @@ def nearest(weight: Tensor, codec: Codec, name: str) -> dict[str, Tensor]:
     parts = codec.parts(*weight.shape)
     if isinstance(codec, Bits4):  # the offset of double quantization is new
         return codec.quantize(weight)
+    if isinstance(codec, Mxfp4) and not codec.names.blocked:  # compressed-tensors gives -0.0 the code of 0.0
+        weight = weight + 0.0
     like = {suffix: torch.empty(0, dtype=TORCH_DTYPE[dtype]) for suffix, (dtype, _) in parts.items()}
     return refitted(codec, weight, like)
 
