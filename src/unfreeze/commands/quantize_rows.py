@@ -116,7 +116,7 @@ def calibrate(
     calibration = Calibration(work, rows.corrected_on, folder, inputs)
     if finished:
         return calibration
-    needed, free = memory_of(work.model, rows.tokens), hardware("cpu").available
+    needed, free = memory_of(work.manifest, rows.tokens), hardware("cpu").available
     if needed > free:
         raise DoesNotFit(
             f"memory: one layer and the states of {rows.tokens:,} calibration tokens take"

@@ -24,7 +24,6 @@ from unfreeze.core.torch_types import buffers_of, parameters_of
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.passes import PackedPass
-from unfreeze.models.decoder import Decoder
 from unfreeze.models.layer import Layer
 from unfreeze.parallel.placement.place import hand_over
 
@@ -157,12 +156,13 @@ def hidden_states(
     return layers.last(states)
 
 
-def memory_of(model: Decoder, tokens: int) -> int:
-    """Bytes of a calibration on so many tokens, for a model on meta in float32.
+def memory_of(manifest: Manifest, tokens: int) -> int:
+    """Bytes of a calibration on so many tokens.
 
-    All outside of the layers and the largest layer, both as float32 at most; the states, twice: of experts
+    All outside of the layers and the largest layer, as their files hold them; the states, twice: of experts
     their inputs too; H of every width of a layer; float64 copies of the largest H while it is factored.
     """
+    model = models.meta_model(models.shape(manifest.config), manifest, torch.float32, as_stored=True)
     by_layer = [sum(tensor.nbytes for tensor in layer.state_dict().values()) for layer in model.layers]
     rest = sum(tensor.nbytes for tensor in model.state_dict().values()) - sum(by_layer)
     widths = [
