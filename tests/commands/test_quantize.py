@@ -119,7 +119,9 @@ def test_bad_input_is_one_line_and_writes_nothing(folders, tmp_path, capsys):
     run_folder = tmp_path / "run"
     run_folder.mkdir()
     (run_folder / "adapter_config.json").write_text("{}")
-    assert "unfreeze merge" in refused(capsys, "quantize", run_folder, "--to", "int4", "--out", tmp_path / "x")
+    assert "unfreeze merge" in refused(
+        capsys, "quantize", run_folder, "--to", "int4", "--out", tmp_path / "x"
+    )
 
 
 def test_other_words_lead_here(folders, capsys):

@@ -1,8 +1,8 @@
 """unfreeze quantize MODEL --to int4|int8|fp8|mxfp4|nvfp4|nf4 --out DIR: a bf16 model in a quantized format.
 
-Each weight becomes the nearest number of the format. Of a mixture the routed experts are quantized, of a dense
-model every linear layer. Router, norms and embeddings stay as they are; the head too, unless --modules names
-it. It works file by file: to continue after an interruption, run the same command again.
+Each weight becomes the nearest number of the format. Of a mixture the routed experts are quantized, of a
+dense model every linear layer. Router, norms and embeddings stay as they are; the head too, unless --modules
+names it. It works file by file: to continue after an interruption, run the same command again.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Config(Frozen):
     modules: tuple[Literal["experts", "all-linear", "lm_head"], ...] = Field(
         default=(),
         description=(
-            "what to quantize: experts (the routed ones; default of a mixture), all-linear (default of a dense"
-            " model), lm_head in addition"
+            "what to quantize: experts (the routed ones; default of a mixture), all-linear (default of a"
+            " dense model), lm_head in addition"
         ),
     )
     calibrate: Folder = Field(
@@ -190,7 +190,8 @@ def sentences(result: dict[str, Any], work: MergeWork) -> Iterator[str]:
         yield f"Left as they are ({why}): {groups}"
     yield reader(result["to"], work)
     path = result["path"]
-    yield f"wrote {path}. To talk with it: unfreeze chat {path}; to train it: unfreeze sft --model {path} --data FILE"
+    train = f"unfreeze sft --model {path} --data FILE"
+    yield f"wrote {path}. To talk with it: unfreeze chat {path}; to train it: {train}"
 
 
 def name(group: str) -> str:
@@ -219,7 +220,7 @@ def reader(to: str, work: MergeWork) -> str:
 
 
 def write_card(config: Config, work: MergeWork, record: Record, result: dict[str, Any]) -> None:
-    """Write README.md: the model, the format, how far its weights moved, who loads it. It names no local paths."""
+    """Write README.md: the model, the format, how far its weights moved, who loads it; no local paths."""
     from unfreeze.checkpoint.beside import BASE_CARD, CARD
     from unfreeze.checkpoint.manifest import QUANTIZE
     from unfreeze.checkpoint.save import write_file

@@ -194,7 +194,7 @@ to | gguf q8_0 | a GGUF: unfreeze export RUN --for gguf
 to | q4_k_m q5_k_m q4_0 | a GGUF: unfreeze export RUN --for gguf, then llama.cpp's llama-quantize
 to | fp16 float16 bfloat16 16bit merged_16bit | it is called bf16 here
 to | 4bit w4a16 merged_4bit | it is called int4 here
-to | nf4 int8 fp8 nvfp4 mxfp4 | merge --to same keeps a base of this format; quantize writes it of a bf16 model
+to | nf4 int8 fp8 nvfp4 mxfp4 | merge --to same keeps a base of this format; quantize writes it of a model
 to | awq gptq | merge --to same keeps a base of this format; quantize MODEL --to int4 has as many bits
 to | bf16 same | quantize takes a bf16 model; a run becomes bf16 by unfreeze merge RUN --to bf16
 dtype | bf16 | it is called bfloat16 here

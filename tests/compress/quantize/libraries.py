@@ -19,13 +19,7 @@ LAYOUTS = {
     "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
     "mxfp4": (
         "mxfp4-pack-quantized",
-        {
-            "num_bits": 4,
-            "type": "float",
-            "strategy": "group",
-            "group_size": 32,
-            "scale_dtype": torch.uint8,
-        },
+        {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8},
     ),
     "nvfp4": (
         "nvfp4-pack-quantized",
@@ -43,7 +37,9 @@ NF4 = "weight.quant_state.bitsandbytes__nf4"
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     """All tensors, read by the safetensors library."""
-    return {name: part for file in sorted(folder.glob("*.safetensors")) for name, part in load_file(file).items()}
+    return {
+        name: part for file in sorted(folder.glob("*.safetensors")) for name, part in load_file(file).items()
+    }
 
 
 def scheme(to: str) -> QuantizationScheme:
@@ -81,7 +77,9 @@ def modules_of(tensors: dict[str, Tensor], to: str) -> dict[str, dict[str, Tenso
     mark = NF4 if to == "nf4" else "weight_scale"
     names = [name.removesuffix(f".{mark}") for name in tensors if name.endswith(f".{mark}")]
     return {
-        name: {key.removeprefix(f"{name}."): part for key, part in tensors.items() if key.startswith(f"{name}.")}
+        name: {
+            key.removeprefix(f"{name}."): part for key, part in tensors.items() if key.startswith(f"{name}.")
+        }
         for name in names
     }
 

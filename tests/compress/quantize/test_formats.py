@@ -81,7 +81,9 @@ def test_nf4_is_bitsandbytes_bit_for_bit():
     assert differences(ours, theirs) in ([], ["weight.absmax"])
     absmax = weight.float().flatten().view(-1, 64).abs().amax(1) - state.offset
     scaled = absmax / theirs["weight.nested_absmax"].repeat_interleave(256)
-    far = [(theirs["weight.nested_quant_map"][p["weight.absmax"].long()] - scaled).abs() for p in (ours, theirs)]
+    far = [
+        (theirs["weight.nested_quant_map"][p["weight.absmax"].long()] - scaled).abs() for p in (ours, theirs)
+    ]
     other = ours["weight.absmax"] != theirs["weight.absmax"]
     assert (far[0] < far[1])[other].all() and other.sum() < 0.01 * len(other)
     restored = functional.QuantState.from_dict(
@@ -107,6 +109,14 @@ def test_what_is_on_disk_has_the_planned_dtypes_and_shapes(to):
     parts = written(to, torch.randn(40, 96))
     facts = {name: (NAME[part.dtype], tuple(part.shape)) for name, part in parts.items()}
     assert facts == stored_parts(FORMATS[to], 40, 96)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_rows_at_a_time_give_the_bytes_of_the_whole_matrix(to, monkeypatch):
+    weight = torch.randn(37, 96, generator=torch.Generator().manual_seed(1))
+    whole = written(to, weight)
+    monkeypatch.setattr("unfreeze.compress.quantize.formats.BLOCK", 500)  # 5 rows
+    assert differences(written(to, weight), whole) == []
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -74,7 +74,7 @@ def test_a_folder_computes_what_its_dequantized_weights_compute(to, base, bases,
     found, exact = ours(folder), theirs(expanded_folder(folder, to, tmp_path / "dense"))
     assert (found - exact).abs().max() < 1e-5
     assert (found - ours(bases[base])).abs().max() > 1e-3  # control arm: the base's logits are others
-    if base == "llama" and to != "nf4" or base == "moe" and to not in NOT_EXPERTS:
+    if (base == "llama" and to != "nf4") or (base == "moe" and to not in NOT_EXPERTS):
         assert (found - theirs(folder)).abs().max() < 1e-5  # transformers' own loader
 
 
@@ -112,7 +112,10 @@ def test_a_release_that_was_expanded_comes_back_bit_for_bit(bases, deepseek, tmp
     assert before.keys() == after.keys()
     other = [n for n in before if before[n].dtype != after[n].dtype or not torch.equal(before[n], after[n])]
     assert other == []
-    declared = [json.loads((f / "config.json").read_text())["quantization_config"] for f in (bases["int4"], tmp_path / "out")]
+    declared = [
+        json.loads((f / "config.json").read_text())["quantization_config"]
+        for f in (bases["int4"], tmp_path / "out")
+    ]
     assert declared[0]["config_groups"] == declared[1]["config_groups"]
     run_quantize(deepseek, tmp_path / "all", "int4", ("all-linear",))  # control arm
     assert tensors_of(tmp_path / "all").keys() != before.keys()
@@ -176,7 +179,10 @@ def test_config_json_is_what_compressed_tensors_writes(to, quantized):
     tensors = tensors_of(quantized("moe", to))
     packed = modules_of(tensors, to)
     linear = torch.nn.Linear(1, 1)
-    ignored = {n.removesuffix(".weight"): is_match(n.removesuffix(".weight"), linear, tuple(read.ignore)) for n in tensors}
+    ignored = {
+        n.removesuffix(".weight"): is_match(n.removesuffix(".weight"), linear, tuple(read.ignore))
+        for n in tensors
+    }
     for name in packed:
         assert not is_match(name, linear, tuple(read.ignore)), name
     for name, listed in ignored.items():

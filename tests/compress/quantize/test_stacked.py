@@ -1,4 +1,4 @@
-"""Families that publish their experts stacked: gpt-oss in its own layout, others with a matrix per expert."""
+"""Families that publish their experts stacked get a matrix per expert; gpt-oss: tests/compress/test_gpt_oss.py."""
 
 from __future__ import annotations
 
@@ -7,31 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from tests.compress.quantize.conftest import expanded, run_quantize
+from tests.compress.quantize.conftest import run_quantize
 from tests.compress.quantize.libraries import compressed, dense, modules_of, tensors_of
-from tests.compress.quantize.test_loads import ours, theirs
-from tests.compress.test_gpt_oss import release  # noqa: F401 - a fixture
-from unfreeze.core.errors import ConfigError
-
-
-def test_gpt_oss_becomes_the_layout_it_is_published_in(release, tmp_path):
-    """Expanded and quantized again: the published codes and scales, and what transformers reads of them."""
-    base = expanded(release, tmp_path / "bf16")
-    run_quantize(base, tmp_path / "out", "mxfp4")
-    before, after = load_file(release / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
-    assert before.keys() == after.keys()
-    assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    way = transformers.Mxfp4Config(dequantize=True)
-    found = ours(tmp_path / "out")
-    assert (found - theirs(tmp_path / "out", quantization_config=way)).abs().max() < 1e-4
-    with pytest.raises(ConfigError, match="INT4 needs a matrix per expert; gpt_oss has them stacked"):
-        run_quantize(base, tmp_path / "int4", "int4")
-    run_quantize(base, tmp_path / "nf4", "nf4")  # as unsloth publishes it
-    assert (ours(tmp_path / "nf4") - ours(base)).abs().max() > 1e-3
-
+from tests.compress.quantize.test_loads import ours
 
 SIZES = {
     "vocab_size": 96,
@@ -74,7 +54,9 @@ def test_stacked_experts_are_written_one_by_one_as_quantizers_do(to, name, tmp_p
     experts = next(module for key, module in model.named_modules() if key.endswith("layers.1.mlp.experts"))
     gate, up = experts.gate_up_proj.weight[2].bfloat16().chunk(2)
     for projection, matrix in (("gate", gate), ("up", up), ("down", experts.down_proj.weight[2].bfloat16())):
-        own = next(key for key in packed if key.endswith(f"layers.1.{inside(name)}.experts.2.{projection}_proj"))
+        own = next(
+            key for key in packed if key.endswith(f"layers.1.{inside(name)}.experts.2.{projection}_proj")
+        )
         wanted = compressed(to, matrix.detach().float())
         assert all(torch.equal(packed[own][part], wanted[part]) for part in wanted if part != "weight_shape")
     save(tmp_path / "dense", dense(tensors, to), config)

@@ -117,7 +117,9 @@ def test_a_folder_of_another_quantization_is_not_written_over(bases, tmp_path):
 
 
 def test_the_disk_is_asked_first(bases, tmp_path, monkeypatch):
-    monkeypatch.setattr("unfreeze.compress.shards.shutil.disk_usage", lambda _: type("", (), {"free": 10_000}))
+    monkeypatch.setattr(
+        "unfreeze.compress.shards.shutil.disk_usage", lambda _: type("", (), {"free": 10_000})
+    )
     with pytest.raises(DoesNotFit, match=r"1 files take .* free for"):
         run_quantize(bases["moe"], tmp_path / "out", "int4")
     assert not (tmp_path / "out").exists()
