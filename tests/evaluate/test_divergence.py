@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import scipy.stats
@@ -40,11 +41,13 @@ def directly(batches, one, two, p_head, q_head):
     rows = []
     for batch, h_TD, g_TD in zip(batches, one, two, strict=True):
         starts = [*batch.starts_S.tolist(), batch.num_tokens]
-        for first, last in zip(starts, starts[1:], strict=False):
+        for first, last in pairwise(starts):
             own = [0.0, 0.0, 0.0, 0]
             for t in range(first, last):
                 if batch.weights_T[t] > 0:
-                    p, q = (torch.softmax(head(x[t]).double(), 0) for head, x in ((p_head, h_TD), (q_head, g_TD)))
+                    p, q = (
+                        torch.softmax(head(x[t]).double(), 0) for head, x in ((p_head, h_TD), (q_head, g_TD))
+                    )
                     target = int(batch.targets_T[t])
                     terms = (float(scipy.stats.entropy(p, q)), -math.log(q[target]), -math.log(p[target]), 1)
                     own = [a + b for a, b in zip(own, terms, strict=True)]
@@ -98,7 +101,12 @@ def test_far_logits_and_rows_without_a_supervised_token() -> None:
     """exp of a float32 logit of 200 overflows; log_softmax does not."""
     p, q = torch.tensor([[200.0, 0.0, -200.0]]), torch.tensor([[0.0, 200.0, -200.0]])
     loss, original, kl, agree = compared(p, q, torch.tensor([0])).flatten().tolist()
-    assert (loss, original, kl, agree) == (pytest.approx(200), pytest.approx(0, abs=1e-12), pytest.approx(200), 0)
+    assert (loss, original, kl, agree) == (
+        pytest.approx(200),
+        pytest.approx(0, abs=1e-12),
+        pytest.approx(200),
+        0,
+    )
     batches, *rest = made()
     for batch in batches:
         batch.weights_T.zero_()

@@ -20,7 +20,9 @@ def rows(seed: int, documents: int, length: int = 40, vocabulary: int = 96):
     generator = torch.Generator().manual_seed(seed)
     often = torch.rand(vocabulary, generator=generator) ** 4
     examples = [
-        Example(torch.multinomial(often, length, True, generator=generator).tolist(), [0.0] + [1.0] * (length - 1))
+        Example(
+            torch.multinomial(often, length, True, generator=generator).tolist(), [0.0] + [1.0] * (length - 1)
+        )
         for _ in range(documents)
     ]
     return [pack(examples[first : first + 10]) for first in range(0, documents, 10)]

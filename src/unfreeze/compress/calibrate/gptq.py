@@ -109,7 +109,7 @@ def rounded_in_order(weight_OI: Tensor, U_II: Tensor, columns: Columns) -> tuple
         lost = torch.empty_like(W[begin:end])
         for j in range(begin, end):
             if j % width == 0:
-                runs.append(columns.fit(W[j : j + width].t(), j))
+                runs.append(columns.fit(W[j : j + width].t().contiguous(), j))
             values[j] = columns.nearest(W[j], runs[-1])
             torch.div(W[j] - values[j], U[j, j], out=lost[j - begin])
             W[j + 1 : end].addr_(U[j, j + 1 : end], lost[j - begin], alpha=-1)
