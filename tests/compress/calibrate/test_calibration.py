@@ -199,7 +199,20 @@ def test_an_expert_with_few_tokens_is_rounded_to_the_nearest_and_counted(bases, 
     assert same == few
 
 
-def test_a_matrix_outside_of_the_calibration_is_rounded_to_the_nearest(bases, calibrated):
+def test_the_head_is_corrected_on_what_it_reads(bases, tmp_path):
+    batches, manifest = rows(0, 20), open_checkpoint(bases["llama"])
+    own = calibration(bases["llama"], tmp_path / "own", batches, modules=("lm_head",))
+    own.run()
+    assert [file.index for file in own.files] == [2] and own.tallies["lm_head"].corrected == 1
+    model, hessian = open_model(manifest), Hessian(64)
+    hessian.add(hidden(model, batches))
+    W = model.lm_head.weight.detach().float()
+    expected, _ = rounded_in_order(W, inverse_factor(hessian.matrix), columns_of(KIMI, W))
+    assert (parts_of(own.folder, 2, "lm_head") != expected).float().mean() < 0.01
+    assert (KIMI.dequantize(nearest(W, KIMI, "")).float() != expected).float().mean() > 0.05
+
+
+def test_a_matrix_outside_of_the_calibration_is_rounded_to_the_nearest(calibrated):
     _, own, _ = calibrated("llama")
     W = torch.randn(8, 64)
     made, plain = own.round(W, KIMI, "lm_head"), nearest(W, KIMI, "lm_head")

@@ -43,7 +43,7 @@ from unfreeze.models.layer import Layer
 from unfreeze.quant.codec import Codec, Part, parts_nbytes
 from unfreeze.quant.spelling import canonical
 
-RECORD = "calibration.json"
+RECORD, HEAD = "calibration.json", "lm_head"
 FEWEST = 4
 """Tokens that a matrix needs for each of its input columns; with fewer it is rounded to the nearest.
 
@@ -70,7 +70,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class LayerFile:
-    """The corrected matrices of one layer, in one file."""
+    """The corrected matrices of one layer, in one file. index: of the head the number of layers."""
 
     index: int
     matrices: list[Matrix]
@@ -174,7 +174,10 @@ class Calibration:
         check_rows(self.matrices, self.work.model, self.batches)
         by_layer: dict[int, list[Matrix]] = {}
         for matrix in self.matrices:
-            if (index := Layers.layer_of(matrix.place.site)) is not None:
+            index = Layers.layer_of(matrix.place.site)
+            if matrix.place.site == HEAD:
+                index = len(self.work.model.layers)  # behind the last layer
+            if index is not None:
                 by_layer.setdefault(index, []).append(matrix)
         self.files = [LayerFile(index, by_layer[index]) for index in sorted(by_layer)]
         inputs = {**self.inputs, "rows": digest_of(self.batches), "damping": DAMPING, "fewest": FEWEST}
@@ -199,7 +202,7 @@ class Calibration:
             self._stored |= parts_in(self.folder / file.name)
 
     def round(self, weight: Tensor, codec: Codec, name: str) -> dict[str, Tensor]:
-        """The corrected parts of a matrix (quantize/formats.py, Round); outside of the layers the nearest."""
+        """The corrected parts of a matrix (quantize/formats.py, Round); the nearest of one without any."""
         if not self._stored:
             self.run()
         stored = self._stored.get(name)
@@ -235,15 +238,24 @@ class _Walk:
         while self.at < file.index:
             self._pass()
         tallies: dict[str, Tally] = {}
-        with self.layers.loaded(file.index) as layer:
-            inputs = self._collected(file, layer)
+
+        def write(inputs: Inputs) -> None:
             for matrix, hessian, U_II in self._matrices(file, inputs):
                 tally = tallies.setdefault(group_of(matrix.place.site), Tally())
                 self._matrix(matrix, hessian, U_II, shard, tally)
                 advance(parts_nbytes(matrix.parts.values()))
-            if file.index < self.last:
-                through(layer, self.states)
-        self.at += 1
+
+        if file.index == len(self.layers):
+            inputs = Inputs({})
+            for x_TD in self.layers.last(self.states):
+                inputs.add(HEAD, x_TD)
+            write(inputs)
+        else:
+            with self.layers.loaded(file.index) as layer:
+                write(self._collected(file, layer))
+                if file.index < self.last:
+                    through(layer, self.states)
+            self.at += 1
         return {group: vars(tally) for group, tally in tallies.items()}
 
     def _pass(self) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from unfreeze.compress.calibrate.gptq import Hessian
 from unfreeze.models.blocks.experts import Experts
-from unfreeze.models.blocks.linear import Linear
 
 
 class Inputs:
@@ -49,6 +48,10 @@ class Inputs:
         """Forget which tensors were seen: call it after each batch."""
         self._seen.clear()
 
+    def add(self, name: str, x_TI: Tensor) -> None:
+        """Add inputs of a linear layer that need not be called for them."""
+        self._hessians.setdefault(name, Hessian(x_TI.shape[-1])).add(x_TI)
+
     def linear(self, name: str) -> Hessian | None:
         """H of a linear layer's inputs; None if it was never called."""
         return self._hessians.get(self._same.get(name, name))
@@ -63,13 +66,12 @@ class Inputs:
 
     def _of_linear(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            assert isinstance(module, Linear)
             x_TI: Tensor = arguments[0]
             _, first = self._seen.get(id(x_TI), (x_TI, name))
             owner = self._same.setdefault(name, first)
             self._seen[id(x_TI)] = x_TI, owner  # held, so that its id stays its own
             if owner == name:
-                self._hessians.setdefault(name, Hessian(module.in_features)).add(x_TI)
+                self.add(name, x_TI)
 
         return hook
 
