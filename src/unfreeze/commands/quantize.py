@@ -201,8 +201,16 @@ def name(group: str) -> str:
 
 def reader(to: str, work: MergeWork) -> str:
     """One sentence: the programs that load this format with these modules."""
+    from unfreeze.compress.quantize.declared import NOT_IN_TRANSFORMERS
+    from unfreeze.models import ONLY_HERE
+
+    kind = work.model.shape.model_type
+    if kind in ONLY_HERE:
+        return f"No other program has models of type {kind}."
+    if kind in NOT_IN_TRANSFORMERS:
+        return f"transformers 5.23 does not load quantized weights of a {kind}. unfreeze does."
     experts = any(weight.group == "experts" for weight in work.weights if weight.to is not None)
-    if work.model.shape.model_type == "gpt_oss" and to == "mxfp4":
+    if kind == "gpt_oss" and to == "mxfp4":
         return "transformers 5.23 and servers load it as they load gpt-oss's own release."
     if to in ("int4", "int8", "fp8", "mxfp4") or (to == "nvfp4" and not experts):
         return "transformers 5.23 loads it with compressed-tensors."

@@ -132,7 +132,7 @@ def fused(codec: Codec, model_type: str) -> Codec:
     name = next((name for name, known in FORMATS.items() if known == codec), codec.name)
     raise ConfigError(
         f"{name.upper()} needs a matrix per expert; {model_type} has them stacked",
-        next="--to mxfp4, in which gpt-oss is published; or --to bf16 of a merge",
+        next="--to mxfp4, as gpt-oss is published" if model_type == "gpt_oss" else "another model",
     )
 
 
