@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from tyro.conf import Positional, arg
 
+from unfreeze.commands import quantize_rows
+from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.field import about
 from unfreeze.core.torchrun import started
 from unfreeze.core.units import format_bytes
 from unfreeze.job.end.card import hub_id, license_of, usage
@@ -54,6 +57,20 @@ class Config(Frozen):
             " dense model), lm_head in addition"
         ),
     )
+    calibrate: Folder = Field(
+        default="", description="rows to correct the rounding on (GPTQ); without it: round to nearest"
+    )
+    measure: Folder = Field(
+        default="",
+        description=(
+            "rows to measure perplexity and KL to the original on; default: a tenth of --calibrate's rows"
+        ),
+    )
+    columns: Columns = Field(
+        default=(),
+        description="column names in --calibrate and --measure, FIELD=COLUMN",
+        json_schema_extra=about("Options", name="data.columns", alias="columns"),
+    )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -66,7 +83,8 @@ def quantize(config: Config, common: Common) -> dict[str, Any]:
     """Write the quantized checkpoint and say how far its weights moved.
 
     -> path, to, modules, before and after (bytes), bits (per quantized weight), bits_all (per weight of the
-    whole checkpoint), moved (group -> matrices, weights, error), kept (groups that stayed, and why), carried.
+    whole checkpoint), moved (group -> matrices, weights, error), kept (groups that stayed, and why), carried,
+    calibrated and measured (quantize_rows.py; None without rows).
     """
     from unfreeze.checkpoint import open_checkpoint
 
@@ -87,19 +105,27 @@ def quantize(config: Config, common: Common) -> dict[str, Any]:
     work = quantize_work(manifest, config.to, config.modules)
     assert work.packing is not None
     inputs = by_shards.inputs_of(manifest, config.to, tuple(work.packing.modules))
+    rows = quantize_rows.rows_of(config.calibrate, config.measure, config.columns, manifest, say(common))
+    inputs["calibrate"] = quantize_rows.digest(rows)
     try:
-        with writing(out, "out"), LoadProgress("quantize", quiet=common.quiet) as progress:
-            record = by_shards.write(work, out, inputs, progress)
+        with writing(out, "out"):
+            calibration = quantize_rows.calibrate(rows, work, out, inputs, common.quiet)
+            if calibration is not None:
+                work = quantize_work(manifest, config.to, config.modules, calibration.round)
+            with LoadProgress("quantize", quiet=common.quiet) as progress:
+                record = by_shards.write(work, out, inputs, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"finished files stay in {out}; to continue, run the same command again"
         ) from None
-    result = facts(config, work, record)
-    record.more |= {name: result[name] for name in ("before", "after", "bits", "bits_all", "moved", "kept")}
+    result = facts(config, work, record) | quantize_rows.results(rows, calibration, work, record, out)
+    names = ("before", "after", "bits", "bits_all", "moved", "kept", "calibrated", "measured")
+    record.more |= {name: result[name] for name in names}
     with writing(out, "out"):
         record.write(out)
         write_card(config, work, record, result)
-    for line in sentences(result, work):
+    quantize_rows.remove(out)
+    for line in (*quantize_rows.sentences(result), *sentences(result, work)):
         say(common)(line)
     return result
 
@@ -211,8 +237,9 @@ def write_card(config: Config, work: MergeWork, record: Record, result: dict[str
     lines += ["base_model_relation: quantized"] if identity else []
     lines += [*license_of(manifest.path), "tags:", "- unfreeze", f"- {config.to}", "---", ""]
     lines += [f"# {base}, {config.to.upper()}", ""]
+    way = "" if result["calibrated"] else " to nearest"
     lines += [
-        f"{base} in {TITLES[config.to]}, rounded to nearest with unfreeze. Weights only: activations are not"
+        f"{base} in {TITLES[config.to]}, rounded{way} with unfreeze. Weights only: activations are not"
         f" rounded. {format_bytes(result['before'])} became {format_bytes(result['after'])},"
         f" {result['bits']:.2f} bits for each quantized weight.",
         "",
@@ -223,7 +250,7 @@ def write_card(config: Config, work: MergeWork, record: Record, result: dict[str
         lines.append(f"| {name(group)} | {moved['matrices']:,} | {100 * moved['error']:.2g} % |")
     for row in result["kept"]:
         lines.append(f"| {name(row['group'])} | {row['matrices']:,} | 0: as in the base ({row['why']}) |")
-    lines += ["", reader(config.to, work), ""]
+    lines += ["", *quantize_rows.card(result), reader(config.to, work), ""]
     lines += usage("FOLDER_OR_ID_OF_THIS_MODEL", str(manifest.config.get("model_type")))
     lines += [f"`{QUANTIZE}` has the settings and the files' SHA-256.", ""]
     if BASE_CARD in record.more["carried"]:
