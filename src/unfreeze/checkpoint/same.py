@@ -24,6 +24,7 @@ def same_weights(one: Manifest, other: Manifest) -> bool:
     """
     if one.path.resolve() == other.path.resolve():
         return True
+    one, other = on_disk(one), on_disk(other)
     facts = [{i.name: (i.dtype, i.shape, i.nbytes) for i in m.tensors.values()} for m in (one, other)]
     if not facts[0] or facts[0] != facts[1]:
         return False
@@ -38,12 +39,17 @@ def weights_digest(manifest: Manifest) -> str:
 
     "" for a folder without weights.
     """
-    digest = hashlib.sha256()
+    digest, manifest = hashlib.sha256(), on_disk(manifest)
     for info in sorted(manifest.tensors.values(), key=lambda info: info.name):
         digest.update(f"{info.name} {info.dtype} {tuple(info.shape)} {info.nbytes};".encode())
     for info in _spread(manifest, OF_A_DIGEST):
         digest.update(_middle(info, PIECE))
     return digest.hexdigest()[:16] if manifest.tensors else ""
+
+
+def on_disk(manifest: Manifest) -> Manifest:
+    """The files as they are, of a release that is packed while it is loaded."""
+    return manifest if manifest.on_load is None else manifest.on_load.released
 
 
 def _spread(manifest: Manifest, of_a_kind: int = OF_A_KIND) -> list[TensorInfo]:
