@@ -111,12 +111,17 @@ class OnLoad:
 
     released: Manifest
     format: str
-    modules: tuple[str, ...]
+    modules: str
 
     @property
     def words(self) -> str:
         """Words such as 'INT4'."""
         return self.format.upper()
+
+    @property
+    def command(self) -> str:
+        """The command that writes the packed release."""
+        return f"unfreeze quantize {self.released.path} --to {self.format} --modules {self.modules}"
 
 
 def rows_at_once(codec: Codec, out_features: int, in_features: int) -> int:
@@ -136,6 +141,17 @@ def packing_bytes(manifest: Manifest) -> int:
             step = min(rows, rows_at_once(packing.codec, rows, columns))
             most = max(most, packing.matrices[0].nbytes + COPIES * 4 * step * columns)
     return most
+
+
+def packs_line(manifest: Manifest) -> str:
+    """Words such as 'packed to INT4 while it is loaded: 61.1 GB on disk, 16.9 GB packed; at most 20 MiB …'."""
+    assert manifest.on_load is not None
+    before, after = (decimal_bytes(each.nbytes) for each in (manifest.on_load.released, manifest))
+    beside = format_bytes(packing_bytes(manifest))
+    return (
+        f"packed to {manifest.on_load.words} while it is loaded: {before} in files, {after} packed; at most"
+        f" {beside} beside the model at a time"
+    )
 
 
 def bytes_read(placement: Placement) -> int:

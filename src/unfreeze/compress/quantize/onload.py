@@ -1,6 +1,6 @@
 """A float release as the manifest of the folder that `unfreeze quantize` would write of it.
 
-    packed = packed_on_load(manifest, "int4", ("all-linear",))
+    packed = packed_on_load(manifest, "int4", "all-linear")
 
 Its tensors have the names, dtypes and shapes of that folder's, and its config the quantization_config. Each
 part of a packed weight has a Packing (checkpoint/packing.py), by which it is made when it is read. So
@@ -22,13 +22,23 @@ from unfreeze.compress.deltas import NoChanges
 from unfreeze.compress.quantize.formats import nearest
 from unfreeze.compress.released import config_of
 from unfreeze.compress.work import MergeWork, Out, Weight
-from unfreeze.core.dtypes import ITEMSIZE
+from unfreeze.core.errors import ConfigError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.quant.codec import Codec, parts_nbytes
 
 
-def packed_on_load(manifest: Manifest, to: str, modules: tuple[str, ...]) -> Manifest:
-    """The manifest of this release packed in the format `to` of FORMATS."""
+def packed_on_load(manifest: Manifest, to: str, modules: str) -> Manifest:
+    """The manifest of this release packed in the format `to` of FORMATS.
+
+    modules: as `unfreeze quantize` takes them. Raises ConfigError for a release that is quantized already,
+    and for a format that cannot hold it.
+    """
+    if manifest.is_packed():
+        scheme = manifest.scheme()
+        raise ConfigError(
+            f"{manifest.path} is quantized already{f' ({scheme.name})' if scheme else ''}",
+            next="leave --quantize out: it is trained in its own format",
+        )
     model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
     work = MergeWork(manifest, model, NoChanges(), "int4")
     tensors: dict[str, TensorInfo] = {}

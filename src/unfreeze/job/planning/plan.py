@@ -84,6 +84,7 @@ class Planning:
             files=bool(self.start.tensors),
             model=str(self.start.path),
             frozen=self.trained.lora is None and self.model.counts.frozen,
+            packs="" if self.start.on_load is None else self.start.on_load.command,
         )
         return layouts(self.config.place, facts)
 
@@ -147,6 +148,18 @@ class Planning:
             aside=aside,
             answers=answers,
         )
+
+
+def if_packed(planning: Planning, plan: Plan) -> list[tuple[str, str]]:
+    """Return `--quantize int4` with its bytes, if the plan does not fit and that one does."""
+    from unfreeze.compress.quantize.onload import packed_on_load
+    from unfreeze.parallel.plan.propose import if_it_fits
+
+    start = planning.start
+    if plan.fits or planning.trained.lora is None or not start.tensors or start.is_packed():
+        return []
+    packed = replace(planning, start=packed_on_load(start, "int4", "all-linear"))
+    return if_it_fits(packed.first()[1], "--quantize int4")
 
 
 def among(layout: Layout, began: str) -> Sequence[str]:
@@ -251,6 +264,7 @@ def emit_plan(
     *,
     disk: Disk | None = None,
     export: tuple[str, str] = ("vllm", ""),
+    others: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Write and show the plan. Raises DoesNotFit if it doesn't fit.
 
@@ -258,6 +272,7 @@ def emit_plan(
     predicted  ops whose kernel runs unmeasured (kernels.predicted_ops)
     disk       bytes the run writes; for a resumed run the plan adds how long a save took
     export     reader and note of export_hint
+    others     settings that would fit (propose.Proposal), beside those of the plan itself
 
     On CUDA the plan reports the allocator setting (docs/why/trust.md L2).
     """
@@ -285,7 +300,7 @@ def emit_plan(
         fields["predicted_kernels"] = list(predicted)
     write_json(folder.path / "plan.json", fields)
     folder.events.emit("plan", folder.step, **fields)
-    group.meet(lambda: refuse_if_too_large(plan))
+    group.meet(lambda: refuse_if_too_large(plan, others))
 
 
 def start_lines(
@@ -299,11 +314,13 @@ def start_lines(
     second: Second | None = None,
 ) -> list[str]:
     """The plan in three lines: model, memory, trained weights; and a line for the second model if any."""
+    from unfreeze.checkpoint.packing import packs_line
     from unfreeze.models.from_shape import count_parameters
     from unfreeze.parallel.plan.words import all_parameters, experts_held, groups_of
 
     experts = shape.expert_words
     files = f"{decimal_bytes(start.nbytes)} in files" if start.tensors else "no weights yet"
+    files = packs_line(start) if start.on_load else files
     if not start.tensors:
         files = f"{count_parameters(model).words()}, {files}"
     if trained.lora is None:
