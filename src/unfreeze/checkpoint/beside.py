@@ -6,14 +6,14 @@ from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from unfreeze.checkpoint.manifest import INDEX, MERGE, SWAP, UPCYCLE, inside
+from unfreeze.checkpoint.manifest import INDEX, MERGE, QUANTIZE, SWAP, UPCYCLE, inside
 
 CARD, BASE_CARD = "README.md", "README.base.md"
 CARRIED = (
     *("*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt", "*.py"),
     *("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "*.md"),
 )
-OWN = ("config.json", INDEX, MERGE, UPCYCLE, SWAP)  # written anew with the weights
+OWN = ("config.json", INDEX, MERGE, UPCYCLE, SWAP, QUANTIZE)  # written anew with the weights
 
 
 def files_beside(folder: Path, without: Collection[str] = ()) -> dict[str, Path]:

@@ -43,6 +43,13 @@ INDEX = f"{SINGLE}.index.json"
 MERGE = "merge.json"  # progress of unfreeze merge in a folder; config.json comes last
 UPCYCLE = "upcycle.json"  # of unfreeze upcycle
 SWAP = "swap.json"  # of unfreeze swap
+QUANTIZE = "quantize.json"  # of unfreeze quantize
+STOPPED = (
+    (MERGE, "a merge"),
+    (UPCYCLE, "an upcycle"),
+    (SWAP, "a swap"),
+    (QUANTIZE, "a quantization by unfreeze quantize"),
+)
 MODELOPT = "hf_quant_config.json"
 BESIDE = (MODELOPT, "quantize_config.json", "quant_config.json", "quantization_config.json")
 """Files beside config.json with the quantization of older releases: NVIDIA's, AutoGPTQ's, autoawq's,
@@ -175,7 +182,7 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
                 if whole.is_dir()
                 else f"{merge}, which writes a checkpoint; sft and others continue a run with --adapter",
             )
-        for file, noun in ((MERGE, "a merge"), (UPCYCLE, "an upcycle"), (SWAP, "a swap")):
+        for file, noun in STOPPED:
             if (folder / file).is_file():
                 raise CheckpointError(
                     f"{folder} is {noun} that was stopped: it has {file} and no config.json yet",

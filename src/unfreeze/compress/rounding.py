@@ -19,14 +19,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from unfreeze.checkpoint.nested import in_model
 from unfreeze.checkpoint.shard import Shard
 from unfreeze.checkpoint.tensors import TORCH_DTYPE, stored_tensor
 from unfreeze.compress.deltas import Changes, MatrixPlace
+from unfreeze.compress.quantize.formats import stored_tensors
 from unfreeze.compress.work import MergeWork, Out, Weight, WeightHome
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.quant.codec import ByRows, Codec, Texted, kept_suffixes
 from unfreeze.quant.kept import by_rows, can_keep, kept, refitted
+from unfreeze.quant.spelling import canonical
 
 Scales = Literal["refit", "keep"]
 PLAIN = "BF16"  # the format that --to bf16 writes
@@ -126,6 +129,16 @@ def merged(work: MergeWork, weight: Weight, deltas: Changes, expert: int) -> Ten
     return W
 
 
+def packed(work: MergeWork, weight: Weight, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
+    """Write a weight of a dense base in its new format -> (Q(W), W) float32 [out, in] of each matrix."""
+    for expert in weight.experts():
+        W, _ = _read(weight, work, expert)
+        outputs, value, _ = _rounded(weight, W, work, expert)
+        for name, tensor in outputs:
+            shard.put(name, tensor, expert * tensor.numel() if _stacked(weight, name) else 0)
+        yield value, W
+
+
 def _made(codec: Codec) -> tuple[str, ...]:
     """The parts that are computed again: a text beside them stays valid (quant/bitsandbytes.py: refit)."""
     text = codec.text if isinstance(codec, Texted) else None
@@ -220,13 +233,14 @@ def _rounded(
         ]
         return outputs, whole.float(), to
     # into another format: all scales are new
+    assert work.packing is not None
     outputs, pieces = [], []
-    for name, _, half in _cut(work, weight, merged, outs):
-        fresh = to.quantize(half)
+    for name, out, half in _cut(work, weight, merged, outs):
+        module = canonical(in_model(work.manifest.prefix, name)) + (f"[{expert}]" if out.whole else "")
+        fresh = work.packing.round(half, to, module)
         pieces.append(to.dequantize(fresh).float())
-        outputs += [(f"{name}.{suffix}", part) for suffix, part in fresh.items()]
-        extras = to.disk_extras(*half.shape)
-        outputs += [(f"{name}.{suffix}", torch.tensor(n, dtype=torch.int32)) for suffix, n in extras.items()]
+        stored = stored_tensors(to, fresh, *half.shape)
+        outputs += [(work.part_name(name, suffix), part) for suffix, part in stored.items()]
     whole = pieces[0] if len(pieces) == 1 else _joined(work, weight, pieces)
     return outputs, whole, "refit"
 
@@ -276,7 +290,9 @@ def _stacked(weight: Weight, name: str) -> bool:
     """True if an output holds all experts, each at its number."""
     if weight.home is None or weight.home.experts is None:
         return False
-    return weight.in_place or len(weight.outputs) == 1
+    # one name for all experts: as many outputs as one matrix has parts
+    parts = 1 if weight.to is None or isinstance(weight.to, str) else len(weight.to.suffixes)
+    return weight.in_place or len(weight.outputs) == parts
 
 
 def _measure(change: Tensor, delta: Tensor) -> Rounded:

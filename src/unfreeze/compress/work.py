@@ -1,7 +1,7 @@
 """A merge's plan for each weight on disk, from names, dtypes and shapes alone.
 
 A weight is one tensor, or the parts of a packed one. It is copied byte for byte, or written again: in its own
-format ("same"), in bf16, or in Kimi's INT4. An adapter's ΔW is added on the way.
+format ("same"), in bf16, in Kimi's INT4 or another quantized format. An adapter's ΔW is added on the way.
 
 E experts, [out, in] a matrix in y = x Wᵀ.
 """
@@ -18,6 +18,7 @@ from unfreeze.checkpoint import nested
 from unfreeze.checkpoint.keymap import TensorSource, tensor_sources
 from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 from unfreeze.compress.deltas import GATE, UP, Changes, MatrixPlace
+from unfreeze.compress.quantize.formats import KIMI, Packing, fused, holds, stored_parts
 from unfreeze.core.dtypes import FLOATS
 from unfreeze.core.errors import ConfigError
 from unfreeze.models.blocks.experts import Experts
@@ -30,8 +31,6 @@ from unfreeze.quant.int4 import Int4
 from unfreeze.quant.scheme import Scheme, is_unread
 
 Format = Literal["same", "bf16", "int4"]
-KIMI = Int4(32)
-"""The format of `int4`: Kimi-K2-Thinking's."""
 _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 
@@ -110,8 +109,9 @@ class Weight:
 class MergeWork:
     """The weights of a base checkpoint with an adapter, and the plan for each."""
 
-    def __init__(self, manifest: Manifest, model: Decoder, deltas: Changes, to: Format):
+    def __init__(self, manifest: Manifest, model: Decoder, deltas: Changes, to: Format | Packing):
         self.manifest, self.model, self.to = manifest, model, to
+        self.packing = Packing(KIMI) if to == "int4" else to if isinstance(to, Packing) else None
         self.rules = models.rules(model.shape)
         self.scheme = manifest.scheme()
         disk = manifest.by_model_name()
@@ -143,6 +143,10 @@ class MergeWork:
         own = [source for source in sources if source.index[0] == expert]
         return [Out(self._named(_module(source)), _half(source)) for source in own]
 
+    def part_name(self, module: str, suffix: str) -> str:
+        """The name on disk of a packed weight's part. module: with the prefix."""
+        return spelling.on_disk(f"{module}.{suffix}")
+
     def _named(self, name: str) -> str:
         """The name on disk, with the prefix of a release that holds more than the language model."""
         return nested.name_on_disk(self.manifest.prefix, spelling.on_disk(name))
@@ -165,9 +169,9 @@ class MergeWork:
 
     def _target(self, weight: Weight) -> Codec | str | None:
         dense = next(iter(weight.parts.values())).dtype if weight.codec is None else ""
-        if self.to == "int4" and self._quantizes(weight):
+        if self.packing is not None and self._quantizes(weight, self.packing):
             same = isinstance(weight.codec, Int4) and weight.codec.group_size == KIMI.group_size
-            return (weight.codec if weight.adapted else None) if same else KIMI
+            return (weight.codec if weight.adapted else None) if same else self._codec(weight, self.packing)
         if weight.codec is not None and self.to != "same":
             return "BF16"
         if self.to == "bf16" and (weight.adapted or (_is_matrix(weight) and self._inside(weight))):
@@ -181,13 +185,20 @@ class MergeWork:
         prefix, name = self.manifest.prefix, weight.parts[""].name
         return name.startswith(prefix) or weight.group == "lm_head"
 
-    def _quantizes(self, weight: Weight) -> bool:
-        """True if `--to int4` packs it: if the base packs it; in a dense base, linear layers and experts."""
-        if self.scheme is None and (weight.home is None or weight.group in ("lm_head", "router")):
+    def chosen(self, weight: Weight) -> bool:
+        """True if a weight of a dense base is of the modules to pack."""
+        return self.packing is not None and weight.home is not None and self.packing.chooses(weight.group)
+
+    def _quantizes(self, weight: Weight, packing: Packing) -> bool:
+        """True if a weight is packed: if the base packs it, or the wish for a dense base says so."""
+        if not self.chosen(weight) if self.scheme is None else weight.codec is None:
             return False
-        if self.scheme is not None and weight.codec is None:
-            return False
-        return self.shape(weight)[1] % KIMI.group_size == 0
+        return holds(packing.codec, *self.shape(weight))
+
+    def _codec(self, weight: Weight, packing: Packing) -> Codec:
+        """The codec of a weight, which for stacked experts may have a layout of its own."""
+        whole = any(out.whole for out in self.outs(weight, 0))
+        return fused(packing.codec, self.model.shape.model_type) if whole else packing.codec
 
     def shape(self, weight: Weight) -> tuple[int, int]:
         """(out, in) of a matrix of the weight."""
@@ -213,16 +224,9 @@ class MergeWork:
                     lead = (len(weight.experts()),) if out.whole else ()
                     yield (out.name if out.whole else f"{out.name}.weight"), (to, (*lead, *shape))
                     continue
-                if out.whole:
-                    raise ConfigError(
-                        f"INT4 needs a matrix per expert; {self.model.shape.model_type} has them stacked:"
-                        f" {out.name}",
-                        next="--to same, or --to bf16",
-                    )
-                for suffix, part in to.parts(half, columns).items():
-                    yield f"{out.name}.{suffix}", part
-                for suffix, numbers in to.disk_extras(half, columns).items():
-                    yield f"{out.name}.{suffix}", ("I32", (len(numbers),))
+                lead = (len(weight.experts()),) if out.whole else ()
+                for suffix, (dtype, shape) in stored_parts(to, half, columns).items():
+                    yield self.part_name(out.name, suffix), (dtype, (*lead, *shape))
 
 
 def _homes(work: MergeWork, disk: Mapping[str, TensorInfo]) -> Iterator[tuple[str, WeightHome]]:

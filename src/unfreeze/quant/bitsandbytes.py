@@ -24,6 +24,7 @@ tests/quant/test_bitsandbytes.py (0.50.2, recorded).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -52,6 +53,7 @@ BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MAP, MAP2 = 16, 256  # numbers that a code of 4 or of 8 bits can represent
 INVERSE_127 = 7.874015718698502e-3  # bitsandbytes' own digits of 1 / 127
+TEXT = 256  # bytes of a text that is written here, padded with spaces: its length must not depend on the offset
 AGAIN = "get the checkpoint again, or save it again with bitsandbytes"
 
 
@@ -166,6 +168,26 @@ class Bits4:
         if not isinstance(offset, (int, float)) or not isfinite(offset):
             raise CheckpointError(f"{name} says nested_offset {offset!r:.30}, not a number", next=AGAIN)
         return [float(offset)]
+
+    def stored_parts(self, out_features: int, in_features: int) -> dict[str, Part]:
+        """`parts` with the codes as a column [n / 2, 1], and the text as TEXT bytes."""
+        codes: Part = ("U8", (out_features * in_features // 2, 1))
+        text: Part = ("U8", (TEXT,))
+        return self.parts(out_features, in_features) | {"weight": codes, self.text: text}
+
+    def stored_tensors(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parts of one matrix as on disk. Source: bitsandbytes' QuantState.as_dict(packed=True)."""
+        import torch
+
+        rows, half = parts["weight"].shape
+        names = {short: name for name, short in DTYPES.items()}
+        state: dict[str, object] = {"quant_type": self.kind, "blocksize": self.block}
+        state |= {"dtype": names[self.dtype], "shape": [rows, 2 * half]}
+        if self.double:
+            state |= {"nested_blocksize": self.block2, "nested_dtype": "float32"}
+            state["nested_offset"] = parts[self.text].item()
+        raw = torch.tensor(list(json.dumps(state).ljust(TEXT).encode()), dtype=torch.uint8)
+        return {**parts, "weight": parts["weight"].reshape(-1, 1), self.text: raw}
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = map[code] * absmax -> [..., out, in] in `dtype`, computed in float32.

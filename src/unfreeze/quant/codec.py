@@ -114,6 +114,14 @@ class Texted(Protocol):
         """
         ...
 
+    def stored_parts(self, out_features: int, in_features: int) -> dict[str, Part]:
+        """suffix -> (dtype, shape) on disk, where codes are a column and the text is bytes."""
+        ...
+
+    def stored_tensors(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """suffix -> tensor on disk of one matrix's parts: the inverse of `parse`."""
+        ...
+
 
 @runtime_checkable
 class ByRows(Protocol):

@@ -12,15 +12,17 @@ Weights alone are rounded, no activations. Shapes: W [out, in] in y = x Wᵀ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from unfreeze.core.errors import ConfigError
 from unfreeze.quant.bitsandbytes import Bits4
-from unfreeze.quant.codec import Codec
+from unfreeze.quant.codec import Codec, Part, Texted
 from unfreeze.quant.fp8_scaled import Fp8Scaled
 from unfreeze.quant.int4 import Int4
 from unfreeze.quant.integers import ROW, Integers
-from unfreeze.quant.mxfp4 import Mxfp4
+from unfreeze.quant.mxfp4 import BLOCKS, Mxfp4
 from unfreeze.quant.nvfp4 import Nvfp4
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ FORMATS: dict[str, Codec] = {
     "nvfp4": Nvfp4(),
     "nf4": Bits4(),
 }
-MODULES = ("experts", "all-linear")
+MODULES = ("experts", "all-linear", "attention", "mlp", "shared_experts", "lm_head")
 LEFT = frozenset(("lm_head", "router", "embeddings", "norms", "indexer", "hyper_connections"))
 """Groups (models/groups.py) that all-linear leaves as they are."""
 
@@ -47,11 +49,6 @@ name: of the matrix's module on disk, without a release's prefix: "model.layers.
 Gate and up of an expert come one after the other. Of stacked experts on disk the number is at the end:
 "model.layers.0.mlp.experts.gate_up_proj[3]".
 """
-
-
-def chosen(group: str, modules: Collection[str]) -> bool:
-    """True if a linear layer or expert of this group is packed. modules: of MODULES, or names of groups."""
-    return group in modules or ("all-linear" in modules and group not in LEFT)
 
 
 def nearest(weight: Tensor, codec: Codec, name: str) -> dict[str, Tensor]:
@@ -70,3 +67,60 @@ def nearest(weight: Tensor, codec: Codec, name: str) -> dict[str, Tensor]:
         return codec.quantize(weight)
     like = {suffix: torch.empty(0, dtype=TORCH_DTYPE[dtype]) for suffix, (dtype, _) in parts.items()}
     return refitted(codec, weight, like)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A wish: the codec, the modules that get it, and the way to round.
+
+    modules  of MODULES: "all-linear" is every group but LEFT, any other is a group of models/groups.py
+    """
+
+    codec: Codec
+    modules: Collection[str] = ("all-linear",)
+    round: Round = nearest
+
+    def chooses(self, group: str) -> bool:
+        """True if a linear layer or expert of this group is packed."""
+        return group in self.modules or ("all-linear" in self.modules and group not in LEFT)
+
+
+def holds(codec: Codec, rows: int, columns: int) -> bool:
+    """True if the format has parts for an [out, in] matrix: a group must divide its width."""
+    try:
+        codec.parts(rows, columns)
+    except ConfigError:
+        return False
+    return True
+
+
+def fused(codec: Codec, model_type: str) -> Codec:
+    """The codec of experts that are one tensor on disk. Raises ConfigError if the format has no such layout.
+
+    Only MXFP4 of gpt-oss has one.
+    """
+    if isinstance(codec, Mxfp4) and model_type == "gpt_oss":
+        return Mxfp4(BLOCKS)
+    name = next((name for name, known in FORMATS.items() if known == codec), codec.name)
+    raise ConfigError(
+        f"{name.upper()} needs a matrix per expert; {model_type} has them stacked",
+        next="--to mxfp4" if model_type == "gpt_oss" else "--modules attention",
+    )
+
+
+def stored_parts(codec: Codec, rows: int, columns: int) -> dict[str, Part]:
+    """suffix -> (dtype, shape) of everything that is on disk for one [out, in] matrix."""
+    if isinstance(codec, Texted):
+        return codec.stored_parts(rows, columns)
+    extras = codec.disk_extras(rows, columns)
+    return codec.parts(rows, columns) | {suffix: ("I32", (len(n),)) for suffix, n in extras.items()}
+
+
+def stored_tensors(codec: Codec, parts: Mapping[str, Tensor], rows: int, columns: int) -> dict[str, Tensor]:
+    """suffix -> tensor on disk, for the parts of one [out, in] matrix."""
+    import torch
+
+    if isinstance(codec, Texted):
+        return codec.stored_tensors(parts)
+    extras = codec.disk_extras(rows, columns)
+    return {**parts, **{suffix: torch.tensor(n, dtype=torch.int32) for suffix, n in extras.items()}}

@@ -1,0 +1,176 @@
+"""What becomes of each weight of a checkpoint that is quantized, decided and checked before a byte is written.
+
+The plan is a merge's without an adapter (compress/work.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import torch
+
+from unfreeze import models
+from unfreeze.checkpoint.manifest import Manifest, TensorInfo
+from unfreeze.checkpoint.resolve import resolve
+from unfreeze.compress.deltas import NoChanges
+from unfreeze.compress.merge import OutFile
+from unfreeze.compress.quantize.formats import FORMATS, LEFT, Packing, Round, nearest
+from unfreeze.compress.released import config_of
+from unfreeze.compress.work import MergeWork, Weight
+from unfreeze.core.dtypes import ITEMSIZE
+from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.models.groups import group_of
+from unfreeze.models.shape import Shape
+from unfreeze.parallel.placement.place import check_coverage
+from unfreeze.quant.codec import parts_nbytes
+from unfreeze.quant.formats import recognise
+from unfreeze.quant.scheme import Scheme
+from unfreeze.untrusted.json_object import parse_object
+
+WITHOUT_GROUPS = "--to int8 or --to fp8, which have a scale for each row"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A group of weights that stays as it is: its name, its matrices, their bytes, and the reason."""
+
+    group: str
+    matrices: int
+    nbytes: int
+    why: str
+
+
+def default_modules(shape: Shape) -> tuple[str, ...]:
+    """The routed experts if the model has any, as Kimi-K2 and gpt-oss are published; else every linear layer."""
+    return ("experts",) if shape.num_experts else ("all-linear",)
+
+
+def quantize_work(manifest: Manifest, to: str, modules: Collection[str] = (), round: Round = nearest) -> MergeWork:
+    """The plan of `unfreeze quantize`. modules: of MODULES; empty: `default_modules`.
+
+    Raises ConfigError for a base that is quantized, modules that the model lacks, and a width that the format
+    cannot hold; CheckpointError for a format that the family's readers cannot load.
+    """
+    check_dense(manifest)
+    shape = models.shape(manifest.config)
+    modules = tuple(modules) or default_modules(shape)
+    if "experts" in modules and not shape.num_experts:
+        raise ConfigError(
+            f"{manifest.path} is a dense {shape.model_type}, without experts", next="--modules all-linear"
+        )
+    if "lm_head" in modules and shape.tied:
+        raise ConfigError(
+            f"{manifest.path} has its lm_head tied to the embeddings, which stay as they are",
+            next="leave lm_head out of --modules",
+        )
+    model = models.meta_model(shape, manifest, torch.float32)
+    work = MergeWork(manifest, model, NoChanges(), Packing(FORMATS[to], modules, round))
+    chosen = [weight for weight in work.weights if work.chosen(weight)]
+    if not chosen:
+        groups = sorted({weight.group for weight in work.weights if weight.home} - LEFT)
+        raise ConfigError(
+            f"--modules {' '.join(modules)} names nothing in this {shape.model_type}",
+            next=f"it has {', '.join(groups)}",
+        )
+    for weight in chosen:
+        if weight.to is None:
+            _refuse_width(work, weight)
+    return work
+
+
+def check_dense(manifest: Manifest) -> None:
+    """Raise ConfigError for a checkpoint without weights, and for one that is quantized already."""
+    if not manifest.tensors:
+        raise ConfigError(f"{manifest.path} has no weights", next="give a folder with *.safetensors files")
+    scheme = manifest.scheme()
+    if scheme is not None or manifest.is_packed():
+        name = f" ({scheme.name})" if scheme is not None else ""
+        raise ConfigError(
+            f"{manifest.path} is quantized already{name}",
+            next="take the bf16 release; a run on this one: unfreeze merge RUN --to bf16 --out DIR",
+        )
+
+
+def _refuse_width(work: MergeWork, weight: Weight) -> None:
+    """Raise the codec's ConfigError for a matrix that it cannot hold, with the matrix's name."""
+    assert work.packing is not None
+    rows, columns = work.shape(weight)
+    try:
+        work.packing.codec.parts(rows, columns)
+    except ConfigError as error:
+        words = error.message.partition(" (quantization_config")[0]
+        raise ConfigError(f"{weight.name} [{rows}, {columns}]: {words}", next=WITHOUT_GROUPS) from None
+
+
+@dataclass(frozen=True)
+class Planned(Manifest):
+    """A checkpoint that is not written yet. Its texts (quant.codec.Texted) are those of the codec."""
+
+    def scheme(self) -> Scheme | None:
+        recognised = recognise(self.config)
+        disk = self.by_model_name()
+        return recognised and recognised.as_stored({name: info.dtype for name, info in disk.items()})
+
+
+def planned(work: MergeWork, out: Path, files: Collection[OutFile]) -> Planned:
+    """The checkpoint that the plan makes: names, dtypes and shapes, no bytes."""
+    config = parse_object(config_of(work), "config.json", CheckpointError)
+    tensors = {
+        name: TensorInfo(name, dtype, shape, ITEMSIZE[dtype] * prod(shape), out / file.name, 0)
+        for file in files
+        for name, (dtype, shape) in file.parts.items()
+    }
+    return Planned(out, config, tensors, work.manifest.prefix, tuple(out / file.name for file in files))
+
+
+def check_loads(manifest: Manifest) -> None:
+    """Raise CheckpointError or ConfigError if loading would refuse the checkpoint: every tensor has its place."""
+    shape = models.shape(manifest.config)
+    model = models.meta_model(shape, manifest, torch.float32)
+    state = model.state_dict(keep_vars=True)
+    tied = models.tied(shape)
+    params = {
+        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items() if name not in tied
+    }
+    placements = resolve(manifest, models.rules(shape), params, ignore=models.ignored(shape), tied=tied)
+    check_coverage(placements, params)
+
+
+def kept(work: MergeWork) -> Iterator[Kept]:
+    """The groups of matrices that are copied, largest first."""
+    assert work.packing is not None
+    groups: dict[tuple[str, str], tuple[int, int]] = {}
+    for weight in work.weights:
+        matrices = [part for part in weight.outputs.values() if len(part[1]) > 1]
+        if weight.to is None and matrices:
+            key = _why(work, weight)
+            count, nbytes = groups.get(key, (0, 0))
+            groups[key] = count + len(matrices), nbytes + parts_nbytes(matrices)
+    rows = (Kept(group, *sizes, why) for (group, why), sizes in groups.items())
+    yield from sorted(rows, key=lambda row: -row.nbytes)
+
+
+def _why(work: MergeWork, weight: Weight) -> tuple[str, str]:
+    """(group, the reason why a weight is copied)."""
+    assert work.packing is not None
+    if weight.home is not None:
+        return weight.group, "not in --modules"
+    name = next(iter(weight.parts.values())).name
+    layers = work.model.shape.num_layers
+    heads = tuple(f"model.layers.{layer}." for layer in range(layers, layers + 9))
+    if not name.startswith(work.manifest.prefix) and weight.group != "lm_head":
+        return "other parts", "not part of the language model"
+    if weight.name.startswith(heads):
+        return "prediction heads", "not part of the language model"
+    group = group_of(weight.name)
+    return group, "always" if group in LEFT else "no linear layer"
+
+
+def with_round(work: MergeWork, round: Round) -> MergeWork:
+    """The same plan with another way to round."""
+    assert work.packing is not None
+    work.packing = replace(work.packing, round=round)
+    return work
