@@ -32,7 +32,7 @@ from unfreeze.quant.spelling import canonical
 from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
-    from unfreeze.checkpoint.packing import OnLoad, Packing
+    from unfreeze.checkpoint.packing import OnLoad, PackedFrom
 
 MAX_DIMS = 64  # dimensions of a tensor; PyTorch's own limit
 MAX_SIZE = 2**62  # elements or bytes: no file has more, and int64 counters would overflow
@@ -61,8 +61,8 @@ AWQ_WORDS = {"w_bit", "q_group_size", "zero_point"}  # autoawq's names for GPTQ'
 class TensorInfo:
     """One tensor on disk. `offset` is absolute in `file`; `dtype` is the format's name ("BF16", "I32", …).
 
-    packing  of a tensor that is not on disk, but made when it is read (packing.py); `file` and `offset` are
-             then those of the matrix that it is made from
+    packed_from  of a tensor that is not on disk, but made when it is read (packing.py): `file` and `offset`
+                 are then those of the matrix that it is made from
     """
 
     name: str
@@ -71,7 +71,7 @@ class TensorInfo:
     nbytes: int
     file: Path
     offset: int
-    packing: Packing | None = None
+    packed_from: PackedFrom | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Manifest:
         texts = {codec: codec.text for codec in scheme.codecs if isinstance(codec, Texted)}
         for codec, text in texts.items():
             first = next((info for name, info in disk.items() if name.endswith(f".{text}")), None)
-            if first is not None and first.packing is None:
+            if first is not None and first.packed_from is None:
                 scheme = scheme.replaced({codec: codec.with_text(_text(first), first.name)})
         return scheme
 

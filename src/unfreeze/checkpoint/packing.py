@@ -1,7 +1,7 @@
-"""Packing: a float matrix on disk is packed while it is loaded, one matrix at a time.
+"""PackedFrom: a float matrix on disk is packed while it is loaded, one matrix at a time.
 
 A release in bf16 that does not fit is trained in 4 bits: its manifest then lists the parts of packed weights
-instead of the matrices (compress/quantize/onload.py), each with the Packing that makes it. So a model, a plan
+instead of the matrices (compress/quantize/onload.py), each with the PackedFrom that makes it. So a model, a plan
 and a placement treat it as a release that was quantized before. Only reading differs, and is here:
 
     read the matrix [out, in] into memory    its bytes on disk
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.core.dtypes import ITEMSIZE
-from unfreeze.quant.codec import Codec
+from unfreeze.quant.codec import Codec, Texted
 from unfreeze.quant.kept import by_rows
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ Read = Callable[["TensorInfo"], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class PackedFrom:
     """A part of a packed weight, and the matrix on disk that it is made from.
 
     source      one matrix: a tensor, or an expert's slice of a stack; or a stack [E, …] of which the part is
                 stacked too
-    suffix      the part, as in `codec.parts`
+    suffix      the part, as on disk
     module      its module on disk, for `round`
     transposed  the matrix on disk is [in, out]
     rows        (first, stop, step) of the matrix's rows; None: all. Gate's or up's of a fused matrix
@@ -79,7 +79,7 @@ class Packing:
         rows, columns = self.source.shape[-2:][:: -1 if self.transposed else 1]
         return (rows if self.rows is None else len(range(*self.rows))), columns
 
-    def of_experts(self, first: int, last: int) -> Packing:
+    def of_experts(self, first: int, last: int) -> PackedFrom:
         """The same for experts first:last of a stack."""
         start, size = matrix_of(self.source, first), last - first
         shape, nbytes = (size, *self.source.shape[1:]), size * start.nbytes
@@ -111,7 +111,7 @@ class OnLoad:
 
     released: Manifest
     format: str
-    modules: str
+    modules: tuple[str, ...]
 
     @property
     def words(self) -> str:
@@ -121,7 +121,7 @@ class OnLoad:
     @property
     def command(self) -> str:
         """The command that writes the packed release."""
-        return f"unfreeze quantize {self.released.path} --to {self.format} --modules {self.modules}"
+        return f"unfreeze quantize {self.released.path} --to {self.format} --modules {' '.join(self.modules)}"
 
 
 def rows_at_once(codec: Codec, out_features: int, in_features: int) -> int:
@@ -136,27 +136,16 @@ def packing_bytes(manifest: Manifest) -> int:
     """Most bytes that packing holds beside the model: a matrix as it is on disk, and its rows in float32."""
     most = 0
     for info in manifest.tensors.values():
-        if (packing := info.packing) is not None:
+        if (packing := info.packed_from) is not None:
             rows, columns = packing.shape
             step = min(rows, rows_at_once(packing.codec, rows, columns))
             most = max(most, packing.matrices[0].nbytes + COPIES * 4 * step * columns)
     return most
 
 
-def packs_line(manifest: Manifest) -> str:
-    """Words such as 'packed to INT4 while it is loaded: 61.1 GB on disk, 16.9 GB packed; at most 20 MiB …'."""
-    assert manifest.on_load is not None
-    before, after = (decimal_bytes(each.nbytes) for each in (manifest.on_load.released, manifest))
-    beside = format_bytes(packing_bytes(manifest))
-    return (
-        f"packed to {manifest.on_load.words} while it is loaded: {before} in files, {after} packed; at most"
-        f" {beside} beside the model at a time"
-    )
-
-
 def bytes_read(placement: Placement) -> int:
     """Bytes that are read for a placement: a matrix's count for the first part of its weight."""
-    packing = placement.info.packing
+    packing = placement.info.packed_from
     if packing is None:
         return placement.info.nbytes
     first = packing.suffix == packing.codec.suffixes[0] and not (packing.rows and packing.rows[0])
@@ -196,21 +185,29 @@ def fill(placements: Sequence[Placement], flat: Mapping[str, Tensor], read: Read
 
 def made(info: TensorInfo, read: Read) -> Tensor:
     """One tensor that is not on disk: a part of a packed weight, or one of its extras."""
-    packing = info.packing
+    packing = info.packed_from
     assert packing is not None
-    extras = packing.codec.disk_extras(*packing.shape)
-    if packing.suffix in extras:
-        return torch.tensor(extras[packing.suffix], dtype=TORCH_DTYPE[info.dtype]).view(info.shape)
-    of_each = [
-        packing.parts(read(matrix), expert=expert)[packing.suffix]
-        for expert, matrix in enumerate(packing.matrices)
-    ]
-    return torch.stack(of_each).reshape(info.shape) if packing.experts else of_each[0].reshape(info.shape)
+    codec, suffix = packing.codec, packing.suffix
+    extras = codec.disk_extras(*packing.shape)
+    if suffix in extras:
+        return torch.tensor(extras[suffix], dtype=TORCH_DTYPE[info.dtype]).view(info.shape)
+    of_each: list[Tensor] = []
+    for expert, matrix in enumerate(packing.matrices):
+        parts = packing.parts(read(matrix), expert=expert)
+        stored = codec.stored_tensors(parts) if isinstance(codec, Texted) else parts
+        of_each.append(stored[suffix])
+    return (of_each[0] if packing.experts is None else torch.stack(of_each)).reshape(info.shape)
 
 
-def _packing(placement: Placement) -> Packing:
-    assert placement.info.packing is not None
-    return placement.info.packing
+def matrix_of(info: TensorInfo, expert: int) -> TensorInfo:
+    """One matrix of a stack [E, …] on disk."""
+    size = prod(info.shape[1:]) * ITEMSIZE[info.dtype]
+    return replace(info, shape=info.shape[1:], nbytes=size, offset=info.offset + expert * size)
+
+
+def _packing(placement: Placement) -> PackedFrom:
+    assert placement.info.packed_from is not None
+    return placement.info.packed_from
 
 
 def _float(matrix: Tensor, device: torch.device | str) -> Tensor:

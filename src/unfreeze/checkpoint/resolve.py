@@ -130,7 +130,7 @@ class _Work:
             self.faults.add("tensors are missing", name_on_disk(self.manifest.prefix, name), cause=cause)
             return
         self.used.add(name)
-        if isinstance(codec, Texted) and suffix == codec.text and info.packing is None:
+        if isinstance(codec, Texted) and suffix == codec.text:
             self._text(codec, param, shape, source, info)
             return
         if not _fits(info, dtype):
@@ -192,7 +192,7 @@ class _Work:
                 )
                 continue
             self.used.add(f"{base}.{extra}")
-            if info.packing is not None:
+            if info.packed_from is not None:
                 continue
             if info.dtype not in _WHOLE or len(info.shape) > 1 or prod(info.shape) != len(expected):
                 detail = (

@@ -96,8 +96,8 @@ def stream(
     """
     started = time.perf_counter()
     total = sum(map(bytes_read, placements))
-    packed = [placement for placement in placements if placement.info.packing is not None]
-    placements = [placement for placement in placements if placement.info.packing is None]
+    packed = [placement for placement in placements if placement.info.packed_from is not None]
+    placements = [placement for placement in placements if placement.info.packed_from is None]
     loader = Loader(params)
     done = 0
     with Files() as files, ThreadPoolExecutor(THREADS, thread_name_prefix="load") as pool:
@@ -190,7 +190,7 @@ def runs_of(placements: Iterable[Placement]) -> Iterator[ByteRun]:
 def _pieces(placements: Iterable[Placement]) -> Iterator[_Piece]:
     """Each tensor in file order, split if it is larger than CHUNK."""
     for placement in sorted(placements, key=lambda placement: (placement.info.file, placement.info.offset)):
-        if placement.info.packing is not None:
+        if placement.info.packed_from is not None:
             raise ValueError(f"{placement.info.name} is not on disk: it is packed while the model is loaded")
         itemsize = ITEMSIZE[placement.info.dtype]
         numel, step = placement.info.nbytes // itemsize, CHUNK // itemsize

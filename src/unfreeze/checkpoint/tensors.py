@@ -31,7 +31,7 @@ def stored_tensor(info: TensorInfo) -> torch.Tensor:
 
     One that is not on disk (packing.py) is made from its matrix.
     """
-    if info.packing is not None:
+    if info.packed_from is not None:
         from unfreeze.checkpoint.packing import made
 
         return made(info, lambda source: stored_tensor(source).contiguous().view(-1).view(torch.uint8))

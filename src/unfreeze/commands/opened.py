@@ -76,7 +76,7 @@ class Opened:
             self.known_sizes[key] = replace(sizes, packing=packing_bytes(self.start))
         return self.known_sizes[key]
 
-    def packed(self, to: str, modules: str) -> Opened:
+    def packed(self, to: str, modules: tuple[str, ...]) -> Opened:
         """The same with its base packed while it is loaded."""
         from unfreeze import models
         from unfreeze.compress.quantize.onload import packed_on_load

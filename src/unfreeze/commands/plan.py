@@ -105,8 +105,8 @@ class Config(Frozen):
     quantize: PackedFormat | None = Field(
         default=None, description=QUANTIZE, json_schema_extra=about("Model and data", first=True)
     )
-    quantize_modules: PackedModules = Field(
-        default="all-linear", description=PACKS, json_schema_extra=about("Model and data")
+    quantize_modules: tuple[PackedModules, ...] = Field(
+        default=(), description=PACKS, json_schema_extra=about("Model and data")
     )
     lora: LoraConfig = Field(default_factory=lambda: LoraConfig(), description="the adapters")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
@@ -264,7 +264,7 @@ def plan_on(config: Config, machine: Fleet, opened: Opened | None = None) -> Pla
 
     A run's default of tokens per step is that of one process, and grows with the devices as the run's does.
     """
-    from unfreeze.checkpoint.packing import packs_line
+    from unfreeze.compress.quantize.onload import packs_line
     from unfreeze.commands.planned import Planned
     from unfreeze.parallel.plan.choose import choose_plan, rates_of
 

@@ -49,7 +49,7 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 WITHOUT = {"gate": "a router", "lm_head": "the output head", "embed_tokens": "the embeddings"}
 """Layers that peft can adapt but unfreeze cannot, by the last part of their names."""
-WORD = re.compile(r"[a-z0-9-]{1,40}")
+WORD = re.compile(r"[a-z0-9_-]{1,40}")
 SHARD = re.compile(r"adapter_model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _FACTOR = re.compile(r"\.(?:base_layer|lora_\w+)\b.*")
 
@@ -133,7 +133,7 @@ class PackedAs(NamedTuple):
     """How an adapter's base was packed: `unfreeze quantize BASE --to FORMAT --modules MODULES`."""
 
     format: str
-    modules: str
+    modules: tuple[str, ...]
 
 
 def packed_as(source: str | Path) -> PackedAs | None:
@@ -145,10 +145,11 @@ def packed_as(source: str | Path) -> PackedAs | None:
     if not file.is_file():
         return None
     table = read_object(file, AdapterError)
-    words = [table.get(name) for name in PackedAs._fields]
+    to, modules = table.get("format"), table.get("modules")
+    words = [to, *cast(list[Any], modules)] if isinstance(modules, list) else [None]
     if not all(isinstance(word, str) and WORD.fullmatch(word) for word in words):
-        raise AdapterError(f"{file}: format {words[0]!r:.40}, modules {words[1]!r:.40}", next=AGAIN)
-    return PackedAs(*map(str, words))
+        raise AdapterError(f"{file}: format {to!r:.40}, modules {modules!r:.40}", next=AGAIN)
+    return PackedAs(str(to), tuple(words[1:]))
 
 
 def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

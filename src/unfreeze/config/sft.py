@@ -19,9 +19,9 @@ from unfreeze.core.field import about
 
 ALL_RATE = 2e-5
 PackedFormat = Literal["int4", "int8", "fp8", "mxfp4", "nvfp4", "nf4"]
-PackedModules = Literal["all-linear", "experts"]
+PackedModules = Literal["experts", "all-linear", "attention", "mlp", "shared_experts", "lm_head"]
 QUANTIZE = "pack the base in this format while it is loaded, tensor by tensor; unset: as it is on disk"
-PACKS = "with quantize: the modules that are packed, as in unfreeze quantize --modules"
+PACKS = "with quantize: the modules to pack; unset: the routed experts, of a dense model all linear layers"
 
 
 class Data(tables.Data):
@@ -82,8 +82,8 @@ class Config(TrainingConfig):
         description=QUANTIZE,
         json_schema_extra=about("Model and data", first=True, since="0.2"),
     )
-    quantize_modules: PackedModules = Field(
-        default="all-linear", description=PACKS, json_schema_extra=about("Model and data", since="0.2")
+    quantize_modules: tuple[PackedModules, ...] = Field(
+        default=(), description=PACKS, json_schema_extra=about("Model and data", since="0.2")
     )
     data: Data
     optimizer: Optimizer = Optimizer()

@@ -158,7 +158,7 @@ def if_packed(planning: Planning, plan: Plan) -> list[tuple[str, str]]:
     start = planning.start
     if plan.fits or planning.trained.lora is None or not start.tensors or start.is_packed():
         return []
-    packed = replace(planning, start=packed_on_load(start, "int4", "all-linear"))
+    packed = replace(planning, start=packed_on_load(start, "int4"))
     return if_it_fits(packed.first()[1], "--quantize int4")
 
 
@@ -314,7 +314,7 @@ def start_lines(
     second: Second | None = None,
 ) -> list[str]:
     """The plan in three lines: model, memory, trained weights; and a line for the second model if any."""
-    from unfreeze.checkpoint.packing import packs_line
+    from unfreeze.compress.quantize.onload import packs_line
     from unfreeze.models.from_shape import count_parameters
     from unfreeze.parallel.plan.words import all_parameters, experts_held, groups_of
 

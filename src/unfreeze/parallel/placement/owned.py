@@ -138,8 +138,8 @@ def placement_of_experts(placement: Placement, shape: Sequence[int], rows: Rows)
         )
     if placement.expected is not None:  # values for a whole stack: one process compares them
         return placement if rows.first == 0 else None
-    if info.packing is not None and info.packing.experts == rows.of:
-        part = replace(info, packing=info.packing.of_experts(rows.first, rows.last))
+    if info.packed_from is not None and info.packed_from.experts == rows.of:
+        part = replace(info, packed_from=info.packed_from.of_experts(rows.first, rows.last))
         return replace(placement, info=part, start=0, stop=len(rows) * row)
     if placement.parse is not None or info.shape[:1] != (rows.of,):
         raise ValueError(f"{info.name} {list(info.shape)} cannot be cut into {rows.of} experts")
@@ -161,7 +161,7 @@ def divide(placements: Sequence[Placement], weights: Sequence[float]) -> list[li
     part = done = 0
     for placement in sorted(placements, key=lambda p: (p.info.file, p.info.offset, not bytes_read(p))):
         info, itemsize = placement.info, ITEMSIZE[placement.info.dtype]
-        if info.packing is not None:
+        if info.packed_from is not None:
             while part < len(parts) - 1 and done >= ends[part] and bytes_read(placement):
                 part += 1
             parts[part].append(placement)

@@ -187,7 +187,7 @@ def rest_of(layout: Layout, placements: Sequence[Placement], size: int) -> Rest:
     shared_reads: list[list[Placement]] = [[] for _ in range(size)]
     packs: dict[tuple[object, int], int] = {}
     for placement in placements:
-        packing = placement.info.packing
+        packing = placement.info.packed_from
         if packing is not None or placement.parse is not None or placement.transposed or placement.alias:
             least = min(range(size), key=lambda rank: _nbytes(reads[rank]))
             if packing is not None:  # one process packs a matrix, and has all of its parts
