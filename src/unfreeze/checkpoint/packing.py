@@ -1,8 +1,8 @@
 """PackedFrom: a float matrix on disk is packed while it is loaded, one matrix at a time.
 
 A release in bf16 that does not fit is trained in 4 bits: its manifest then lists the parts of packed weights
-instead of the matrices (compress/quantize/onload.py), each with the PackedFrom that makes it. So a model, a plan
-and a placement treat it as a release that was quantized before. Only reading differs, and is here:
+instead of the matrices (compress/quantize/onload.py), each with the matrix that it is made from. So a model,
+a plan and a placement treat it as a release that was quantized before. Only reading differs, and is here:
 
     read the matrix [out, in] into memory    its bytes on disk
     round some rows at a time                float32, and what rounding takes
@@ -69,9 +69,8 @@ class PackedFrom:
     @property
     def matrices(self) -> list[TensorInfo]:
         """The source's matrices."""
-        return (
-            [self.source] if self.experts is None else [matrix_of(self.source, e) for e in range(self.experts)]
-        )
+        count = self.experts
+        return [self.source] if count is None else [matrix_of(self.source, e) for e in range(count)]
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from unfreeze.checkpoint.faults import Faults
-from unfreeze.checkpoint.packing import bytes_read, fill
 from unfreeze.checkpoint.manifest import TensorInfo
+from unfreeze.checkpoint.packing import bytes_read, fill
 from unfreeze.checkpoint.resolve import Placement
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.core.closing import Closing

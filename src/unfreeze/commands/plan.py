@@ -264,8 +264,8 @@ def plan_on(config: Config, machine: Fleet, opened: Opened | None = None) -> Pla
 
     A run's default of tokens per step is that of one process, and grows with the devices as the run's does.
     """
-    from unfreeze.compress.quantize.onload import packs_line
     from unfreeze.commands.planned import Planned
+    from unfreeze.compress.quantize.onload import packs_line
     from unfreeze.parallel.plan.choose import choose_plan, rates_of
 
     opened = opened or open_for_plan(config)

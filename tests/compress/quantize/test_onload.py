@@ -1,14 +1,11 @@
 """A release packed while it is loaded is, tensor for tensor, the folder that `unfreeze quantize` writes."""
 
 import json
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from unfreeze.checkpoint import open_checkpoint
-from unfreeze.checkpoint.packing import packing_bytes
 from unfreeze.checkpoint.tensors import stored_tensor
 from unfreeze.compress.quantize import formats
 from unfreeze.compress.quantize.onload import packed_on_load

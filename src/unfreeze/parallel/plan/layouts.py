@@ -102,8 +102,8 @@ def _experts(wish: Layout, facts: Facts) -> list[str]:
         return ["device"]
     if facts.packs and wish.experts == "disk":
         raise ConfigError(
-            "place.experts is disk, but the experts are packed while they are loaded: none are on disk packed",
-            next=f"{facts.packs} --out DIR, and train on DIR",
+            "place.experts is disk, but quantize packs experts while they are loaded: no packed ones are there",
+            next=f"{facts.packs} --out DIR, and --model DIR",
         )
     if wish.experts == "auto":
         on_disk = ["disk"] * (not facts.packs)

@@ -26,7 +26,10 @@ LARGER = "use a machine with more memory, a smaller checkpoint, or one in 4 bits
 
 
 def refuse_if_too_large(plan: Plan, others: Sequence[Proposal] = ()) -> None:
-    """Raise DoesNotFit with the arithmetic and with settings that fit. others: further settings, the first."""
+    """Raise DoesNotFit with the arithmetic and with settings that fit.
+
+    others: further settings, proposed first.
+    """
     if plan.fits:
         return
     parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in plan.terms.items() if size)
