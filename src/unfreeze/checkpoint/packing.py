@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from unfreeze.checkpoint.tensors import TORCH_DTYPE
+from unfreeze.checkpoint.tensors import TORCH_DTYPE, stored_tensor
 from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.quant.codec import Codec, Texted
 from unfreeze.quant.kept import by_rows
@@ -182,7 +183,15 @@ def fill(placements: Sequence[Placement], flat: Mapping[str, Tensor], read: Read
             yield matrix.nbytes
 
 
-def made(info: TensorInfo, read: Read) -> Tensor:
+@lru_cache(maxsize=1)
+def _made(whole: PackedFrom, expert: int) -> dict[str, Tensor]:
+    """The parts of one matrix as on disk. The last one is kept: its parts are requested one after another."""
+    raw = stored_tensor(whole.matrices[expert]).contiguous().view(-1).view(torch.uint8)
+    parts = whole.parts(raw, expert=expert)
+    return whole.codec.stored_tensors(parts) if isinstance(whole.codec, Texted) else parts
+
+
+def made(info: TensorInfo) -> Tensor:
     """One tensor that is not on disk: a part of a packed weight, or one of its extras."""
     packing = info.packed_from
     assert packing is not None
@@ -190,11 +199,8 @@ def made(info: TensorInfo, read: Read) -> Tensor:
     extras = codec.disk_extras(*packing.shape)
     if suffix in extras:
         return torch.tensor(extras[suffix], dtype=TORCH_DTYPE[info.dtype]).view(info.shape)
-    of_each: list[Tensor] = []
-    for expert, matrix in enumerate(packing.matrices):
-        parts = packing.parts(read(matrix), expert=expert)
-        stored = codec.stored_tensors(parts) if isinstance(codec, Texted) else parts
-        of_each.append(stored[suffix])
+    whole = replace(packing, suffix="")
+    of_each = [_made(whole, expert)[suffix] for expert in range(packing.experts or 1)]
     return (of_each[0] if packing.experts is None else torch.stack(of_each)).reshape(info.shape)
 
 

@@ -34,7 +34,7 @@ def stored_tensor(info: TensorInfo) -> torch.Tensor:
     if info.packed_from is not None:
         from unfreeze.checkpoint.packing import made
 
-        return made(info, lambda source: stored_tensor(source).contiguous().view(-1).view(torch.uint8))
+        return made(info)
     if not info.nbytes:
         return torch.empty(info.shape, dtype=TORCH_DTYPE[info.dtype])
     # "c": the file is never written

@@ -48,11 +48,14 @@ def export_gguf(config: Asked, common: Common) -> dict[str, Any]:
     -> path, for, type, bytes, tensors, pre (the tokenizer's splitter), modelfile.
     """
     from unfreeze.compress.gguf.file import check_disk, nbytes, need_gguf, write_gguf
+    from unfreeze.compress.quantize.onload import as_trained
     from unfreeze.generate.source import open_source
 
     need_gguf()
     path = _path(config)
     source, manifest = open_source(config.run, say(common), config.base)
+    if source.adapter is not None:
+        manifest = as_trained(manifest, source.adapter, say(common))
     if config.adapter_only and source.adapter is None:
         raise ConfigError(f"{config.run} has no adapter: it is a whole model", next="without --adapter-only")
 

@@ -9,7 +9,7 @@ training, plans and merges treat it as that folder, and nothing is written.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from unfreeze.core.errors import CheckpointError, ConfigError, UserError
 from unfreeze.core.units import format_bytes
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.quant.codec import Codec, parts_nbytes
+from unfreeze.report.run import decimal_bytes
 from unfreeze.untrusted.json_object import parse_object
 
 FLAGS = (("--modules", "--quantize-modules"), ("--to ", "--quantize "))
@@ -64,7 +65,7 @@ def packed_on_load(manifest: Manifest, to: str, modules: Collection[str] = ()) -
     return packed
 
 
-def as_trained(manifest: Manifest, adapter: Path) -> Manifest:
+def as_trained(manifest: Manifest, adapter: Path, say: Callable[[str], None]) -> Manifest:
     """The base of an adapter as the adapter was trained: packed on the way, if its run packed it.
 
     A base that is quantized already is taken as it is: `unfreeze quantize` wrote it.
@@ -72,6 +73,7 @@ def as_trained(manifest: Manifest, adapter: Path) -> Manifest:
     packed = packed_as(adapter)
     if packed is None or manifest.is_packed():
         return manifest
+    say(f"{manifest.path} is packed to {packed.format.upper()} while it is loaded, as when {adapter} trained")
     return packed_on_load(manifest, packed.format, packed.modules)
 
 
@@ -80,8 +82,8 @@ def packs_line(manifest: Manifest) -> str:
     assert manifest.on_load is not None
     before, after = manifest.on_load.released.nbytes, manifest.nbytes
     return (
-        f"{before / 1e9:.3g} GB in files, packed to {manifest.on_load.words} while they are loaded:"
-        f" {after / 1e9:.3g} GB, with at most {format_bytes(packing_bytes(manifest))} beside it"
+        f"{decimal_bytes(before)} in files, {decimal_bytes(after)} once they are packed to"
+        f" {manifest.on_load.words} (loading takes at most {format_bytes(packing_bytes(manifest))} more)"
     )
 
 

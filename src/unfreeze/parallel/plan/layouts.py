@@ -102,7 +102,7 @@ def _experts(wish: Layout, facts: Facts) -> list[str]:
         return ["device"]
     if facts.packs and wish.experts == "disk":
         raise ConfigError(
-            "place.experts is disk, but quantize packs experts while they are loaded: no packed ones are there",
+            "place.experts is disk, but quantize packs the experts while they are loaded: none are on disk so",
             next=f"{facts.packs} --out DIR, and --model DIR",
         )
     if wish.experts == "auto":
