@@ -26,6 +26,7 @@ from torch import Tensor
 
 from unfreeze.checkpoint.tensors import TORCH_DTYPE, stored_tensor
 from unfreeze.core.dtypes import ITEMSIZE
+from unfreeze.core.errors import CheckpointError
 from unfreeze.quant.codec import Codec, Texted
 from unfreeze.quant.kept import by_rows
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint.manifest import Manifest, TensorInfo
     from unfreeze.checkpoint.resolve import Placement
 
-ROWS_AT_ONCE = 2**21  # weights of a matrix that are rounded at a time: 8 MiB in float32
-COPIES = 6  # float32 copies of these that rounding holds at once; the largest measured is NF4's
+ROWS_AT_ONCE = 2**19  # weights of a matrix that are rounded at a time, as in compress/rounding.py
+COPIES = 9  # float32 copies of these that rounding holds at once; NF4 has the most, 8.0 measured
 
 Round = Callable[[Tensor, Codec, str], dict[str, Tensor]]
 """(W float32 [out, in], codec, its module's name on disk) -> suffix -> part."""
@@ -85,7 +86,7 @@ class PackedFrom:
         shape, nbytes = (size, *self.source.shape[1:]), size * start.nbytes
         return replace(self, source=replace(self.source, shape=shape, nbytes=nbytes, offset=start.offset))
 
-    def parts(self, raw: Tensor, device: torch.device | str = "cpu", expert: int = 0) -> dict[str, Tensor]:
+    def parts(self, raw: Tensor, expert: int = 0) -> dict[str, Tensor]:
         """Every part of the weight, from the bytes of one matrix."""
         module = self.module if self.experts is None else f"{self.module}[{expert}]"
         stored = raw.view(TORCH_DTYPE[self.source.dtype]).view(self.source.shape[-2:])
@@ -94,12 +95,19 @@ class PackedFrom:
             matrix = matrix[slice(*self.rows)]
         step = rows_at_once(self.codec, *matrix.shape)
         if step >= len(matrix):
-            return self.round(_float(matrix, device), self.codec, module)
+            return self._rounded(matrix, module)
         blocks = [
-            self.round(_float(matrix[first : first + step], device), self.codec, module)
-            for first in range(0, len(matrix), step)
+            self._rounded(matrix[first : first + step], module) for first in range(0, len(matrix), step)
         ]
         return {suffix: _below([block[suffix] for block in blocks]) for suffix in blocks[0]}
+
+    def _rounded(self, rows: Tensor, module: str) -> dict[str, Tensor]:
+        try:
+            return self.round(rows.float().contiguous(), self.codec, module)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{module}: {error.message}", next=error.next or "get the checkpoint again"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -164,7 +172,8 @@ def by_source(placements: Iterable[Placement]) -> list[list[Placement]]:
 def fill(placements: Sequence[Placement], flat: Mapping[str, Tensor], read: Read) -> Iterator[int]:
     """Pack each matrix into the parameters. flat: name -> the parameter as [n]. Yield the bytes of each.
 
-    A matrix is rounded on the device of its parameters. Raises CheckpointError for one that is not finite.
+    A matrix is rounded on the CPU, wherever its parameters are: so its bits are those that `unfreeze quantize`
+    writes. Raises CheckpointError for one that is not finite.
     """
     for group in by_source(placements):
         modules: dict[str, list[Placement]] = {}
@@ -173,7 +182,7 @@ def fill(placements: Sequence[Placement], flat: Mapping[str, Tensor], read: Read
         for expert, matrix in enumerate(_packing(group[0]).matrices):
             raw = read(matrix)
             for own in modules.values():
-                parts = _packing(own[0]).parts(raw, flat[own[0].param].device, expert)
+                parts = _packing(own[0]).parts(raw, expert)
                 for placement in own:
                     part = parts[_packing(placement).suffix].reshape(-1)
                     start = placement.start + expert * len(part)
@@ -187,7 +196,7 @@ def fill(placements: Sequence[Placement], flat: Mapping[str, Tensor], read: Read
 def _made(whole: PackedFrom, expert: int) -> dict[str, Tensor]:
     """The parts of one matrix as on disk. The last one is kept: its parts are requested one after another."""
     raw = stored_tensor(whole.matrices[expert]).contiguous().view(-1).view(torch.uint8)
-    parts = whole.parts(raw, expert=expert)
+    parts = whole.parts(raw, expert)
     return whole.codec.stored_tensors(parts) if isinstance(whole.codec, Texted) else parts
 
 
@@ -213,10 +222,6 @@ def matrix_of(info: TensorInfo, expert: int) -> TensorInfo:
 def _packing(placement: Placement) -> PackedFrom:
     assert placement.info.packed_from is not None
     return placement.info.packed_from
-
-
-def _float(matrix: Tensor, device: torch.device | str) -> Tensor:
-    return matrix.to(device).float().contiguous()
 
 
 def _below(blocks: list[Tensor]) -> Tensor:

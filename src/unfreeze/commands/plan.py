@@ -12,6 +12,7 @@ machine from its records (`unfreeze dev kernels measure --to user`).
 from __future__ import annotations
 
 from collections.abc import Set
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +25,7 @@ from unfreeze.config.parse import Folder, Frozen, ModelName, from_keywords, is_m
 from unfreeze.config.sft import PACKS, QUANTIZE, PackedFormat, PackedModules
 from unfreeze.config.tables import Rope
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.field import about
 from unfreeze.core.layout import Layout
 from unfreeze.tracking.console import PipeConsole
@@ -316,9 +317,9 @@ def _instead(
         fewer = [f"--train adapters {line}" for line in proposals(*with_adapters_only)[:1]]
         fitting = (if_it_fits(words, *with_adapters_only) or fewer) + fitting
     elif config.train == "adapters" and not counts.packed:
-        packed = config.model_copy(update={"quantize": "int4"})
-        in_int4, theirs, smaller = _measured(packed, machine, opened.packed("int4", config.quantize_modules))
-        fitting = if_it_fits("--quantize int4", in_int4, theirs, machine, smaller) + fitting
+        with suppress(UserError):  # a model that cannot be packed so
+            in_int4, theirs, smaller = _measured(config, machine, opened.packed("int4", ()))
+            fitting = if_it_fits("--quantize int4", in_int4, theirs, machine, smaller) + fitting
     return fitting, "" if fitting else too_large(sizes, counts, machine, request)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from unfreeze.config.recipes import read_resolved
 from unfreeze.config.tables import Save
 from unfreeze.config.training import TrainingConfig
-from unfreeze.core.errors import AdapterError, ConfigError, DoesNotFit
+from unfreeze.core.errors import AdapterError, ConfigError, DoesNotFit, UserError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.layout import GIB, Layout
 from unfreeze.core.process import planned_words, room_words
@@ -158,7 +158,10 @@ def if_packed(planning: Planning, plan: Plan) -> list[tuple[str, str]]:
     start = planning.start
     if plan.fits or planning.trained.lora is None or not start.tensors or start.is_packed():
         return []
-    packed = replace(planning, start=packed_on_load(start, "int4"))
+    try:
+        packed = replace(planning, start=packed_on_load(start, "int4"))
+    except UserError:  # a model that cannot be packed so
+        return []
     return if_it_fits(packed.first()[1], "--quantize int4")
 
 
