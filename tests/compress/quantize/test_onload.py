@@ -166,8 +166,7 @@ def test_the_plan_counts_what_is_resident(folders, written, name: str) -> None:
     )
     model = open_model(packed, torch.bfloat16, as_stored=True)
     tensors = {id(t): t.nbytes for t in [*model.parameters(), *model.buffers()]}
-    unsaved = sum(b.nbytes for n, b in model.named_buffers() if n not in model.state_dict())
-    assert after.terms["base"] == sum(tensors.values()) - unsaved == folder.terms["base"]
+    assert after.terms["base"] == sum(tensors.values()) == folder.terms["base"]
     assert after.terms["base"] < before.terms["base"]
     assert after.load == folder.load + packing.packing_bytes(packed) and packing.packing_bytes(packed) > 0
     assert packing.packing_bytes(released) == 0
@@ -286,7 +285,9 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize(("to", "plant"), [("int4", False), ("int4", True), pytest.param("nf4", False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("to", "plant"), [("int4", False), ("int4", True), pytest.param("nf4", False, marks=pytest.mark.nightly)]
+)
 def test_peak_host_memory(folders, tmp_path: Path, to: str, plant: bool) -> None:
     """docs/why/trust.md L1, of a process of its own: the packed model, and a matrix while it is packed."""
     if not Path("/proc/self/status").exists():
