@@ -78,7 +78,7 @@ class Config(TrainingConfig):
         json_schema_extra=about("Model and data", first=True, since="0.2"),
     )
     quantize: PackedFormat | None = Field(
-        default=None, description=QUANTIZE, json_schema_extra=about("Model and data", first=True, since="0.2")
+        default=None, description=QUANTIZE, json_schema_extra=about("Model and data", since="0.2")
     )
     quantize_modules: tuple[PackedModules, ...] = Field(
         default=(), description=PACKS, json_schema_extra=about("Model and data", since="0.2")
