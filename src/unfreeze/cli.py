@@ -80,6 +80,9 @@ MAKE = {
     ),
     "synth": Command("unfreeze.commands.synth", "synth plan | run", "rows from a server, within a budget"),
     "upcycle": Command("unfreeze.commands.upcycle", "upcycle MODEL", "a dense model becomes experts"),
+    "quantize": Command(
+        "unfreeze.commands.quantize", "quantize MODEL --to int4", "a bf16 model in 4 or 8 bits"
+    ),
     "swap": Command(
         "unfreeze.commands.swap", "swap MODEL PLACE PART", "another attention in a trained model"
     ),

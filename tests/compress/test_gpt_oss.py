@@ -112,3 +112,21 @@ def test_int4_needs_a_matrix_per_expert(release, merging, tmp_path):
     with pytest.raises(ConfigError, match="INT4 needs a matrix per expert"):
         merging.run(release, adapter, tmp_path / "out", "int4")
     assert not (tmp_path / "out").exists()
+
+
+def test_gpt_oss_becomes_the_layout_it_is_published_in(release, tmp_path):
+    """Expanded and quantized again: the published codes and scales, and what transformers reads of them."""
+    from tests.compress.quantize.conftest import expanded, run_quantize
+
+    base = expanded(release, tmp_path / "bf16")
+    run_quantize(base, tmp_path / "out", "mxfp4")
+    before, after = load_file(release / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    way = transformers.Mxfp4Config(dequantize=True)
+    found = ours(tmp_path / "out")
+    torch.testing.assert_close(found, theirs(tmp_path / "out", quantization_config=way), rtol=0, atol=1e-4)
+    with pytest.raises(ConfigError, match="INT4 needs a matrix per expert; gpt_oss has them stacked"):
+        run_quantize(base, tmp_path / "int4", "int4")
+    run_quantize(base, tmp_path / "nf4", "nf4")  # as unsloth publishes it
+    assert (ours(tmp_path / "nf4") - ours(base)).abs().max() > 1e-3

@@ -96,7 +96,7 @@ def test_a_value_in_a_file_and_in_python_is_answered_too(tmp_path, capsys):
     "word, says, remedy",
     [
         ("benchmark", "eval scores a model", "unfreeze eval RUN --tasks"),
-        ("quantise", "quantizing a model is not built", "unfreeze export MODEL --for gguf"),
+        ("quantise", "the command is quantize, for a model in bf16", "unfreeze quantize MODEL --to int4"),
         ("vllm", "serve answers OpenAI's clients", "unfreeze serve MODEL_OR_RUN"),
         ("train-tokenizer", "tokenizer train makes one from text", "unfreeze tokenizer train corpus.jsonl"),
         ("ppo", "grpo learns from rewards", "unfreeze grpo --model MODEL"),

@@ -26,7 +26,7 @@ from unfreeze.commands.merge_rewards import reward_gain
 from unfreeze.commands.merge_rows import HeldoutRows, encode_as_run, heldout_rows
 from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
-from unfreeze.config.synonyms import COMMANDS, Hint
+from unfreeze.config.synonyms import Hint
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.field import about
@@ -108,7 +108,8 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
         say(common)(better)
     if source.adapter is None:
         as_it_is = Hint("it is a whole model", f"use {source.base} directly")
-        hint = COMMANDS["quantize"] if config.to == "int4" else as_it_is
+        quantize = f"unfreeze quantize {run} --to int4 --out DIR"
+        hint = Hint("a whole model is quantized", quantize) if config.to == "int4" else as_it_is
         raise ConfigError(f"{run} has no adapter to merge; {hint.text}", next=hint.next)
     out = Path(config.out) if config.out else run / f"merged-{config.to}"
     if out.resolve() in (run.resolve(), source.adapter.resolve(), manifest.path.resolve()):

@@ -9,16 +9,16 @@ E experts, [out, in] a matrix in y = x Wᵀ.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from unfreeze import models
 from unfreeze.checkpoint import nested
-from unfreeze.checkpoint.keymap import TensorSource, tensor_sources
+from unfreeze.checkpoint.keymap import StackRule, TensorSource, tensor_sources
 from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 from unfreeze.compress.deltas import GATE, UP, Changes, MatrixPlace
-from unfreeze.compress.quantize.formats import KIMI, Packing, fused, holds, stored_parts
+from unfreeze.compress.quantize.formats import KIMI, Packing, fused, holds, splits, stored_parts
 from unfreeze.core.dtypes import FLOATS
 from unfreeze.core.errors import ConfigError
 from unfreeze.models.blocks.experts import Experts
@@ -113,6 +113,9 @@ class MergeWork:
         self.manifest, self.model, self.to = manifest, model, to
         self.packing = Packing(KIMI) if to == "int4" else to if isinstance(to, Packing) else None
         self.rules = models.rules(model.shape)
+        instead = tuple(rule for rule in self.rules if rule.instead)
+        split = self.packing is not None and splits(self.packing.codec, model.shape.model_type)
+        self.packed_rules = instead if instead and split else self.rules
         self.scheme = manifest.scheme()
         disk = manifest.by_model_name()
         self.homes = dict(_homes(self, disk))
@@ -133,11 +136,15 @@ class MergeWork:
 
     def outs(self, weight: Weight, expert: int) -> list[Out]:
         """The outputs of matrix `expert` of a weight that changes its names."""
+        packs = weight.to is not None and not isinstance(weight.to, str)
+        return self._outs(weight, expert, self.packed_rules if packs else self.rules)
+
+    def _outs(self, weight: Weight, expert: int, rules: Sequence[StackRule]) -> list[Out]:
         home = weight.home
         if home is None or home.experts is None:
             return [Out(self._named(weight.name))]
         module = f"{home.place.site}.{home.place.projection}"
-        sources = tensor_sources(f"{module}.weight", (home.experts, *home.shape), self.rules)
+        sources = tensor_sources(f"{module}.weight", (home.experts, *home.shape), rules)
         if not sources[0].index:
             return [Out(self._named(sources[0].name), whole=True, transposed=sources[0].transposed)]
         own = [source for source in sources if source.index[0] == expert]
@@ -197,7 +204,7 @@ class MergeWork:
 
     def _codec(self, weight: Weight, packing: Packing) -> Codec:
         """The codec of a weight, which for stacked experts may have a layout of its own."""
-        whole = any(out.whole for out in self.outs(weight, 0))
+        whole = any(out.whole for out in self._outs(weight, 0, self.packed_rules))
         return fused(packing.codec, self.model.shape.model_type) if whole else packing.codec
 
     def shape(self, weight: Weight) -> tuple[int, int]:

@@ -157,9 +157,11 @@ merge-lora fuse bake merge-adapter merge-and-unload | merge writes base and adap
     unfreeze merge RUN --to bf16
 gguf convert ollama llama.cpp llama-cpp lmstudio | export writes a GGUF |
     unfreeze export RUN --for gguf, or --for ollama
-quantize quantise quantization quantisation int4 awq gptq | quantizing a model is not built; llama.cpp and
-    llm-compressor do it |
-    unfreeze export MODEL --for gguf --type q8_0; for a run: unfreeze merge RUN --to int4
+quantise quantization quantisation int4 int8 fp8 nf4 mxfp4 nvfp4 bnb bitsandbytes compress | the command is
+    quantize, for a model in bf16; a run is merged |
+    unfreeze quantize MODEL --to int4 --out DIR; for a run: unfreeze merge RUN --to int4
+awq gptq autoround llm-compressor | quantize writes INT4, INT8, FP8, MXFP4, NVFP4 and NF4 |
+    unfreeze quantize MODEL --to int4 --out DIR
 server api endpoint vllm openai | serve answers OpenAI's clients |
     unfreeze serve MODEL_OR_RUN
 evaluate evaluation benchmark lm-eval | eval scores a model, or a run before and after |
@@ -192,7 +194,9 @@ to | gguf q8_0 | a GGUF: unfreeze export RUN --for gguf
 to | q4_k_m q5_k_m q4_0 | a GGUF: unfreeze export RUN --for gguf, then llama.cpp's llama-quantize
 to | fp16 float16 bfloat16 16bit merged_16bit | it is called bf16 here
 to | 4bit w4a16 merged_4bit | it is called int4 here
-to | nf4 fp8 nvfp4 mxfp4 awq gptq | --to same keeps a base of this format; llm-compressor converts others
+to | nf4 int8 fp8 nvfp4 mxfp4 | merge --to same keeps a base of this format; quantize writes it of a model
+to | awq gptq | merge --to same keeps a base of this format; quantize MODEL --to int4 has as many bits
+to | bf16 same | quantize takes a bf16 model; a run becomes bf16 by unfreeze merge RUN --to bf16
 dtype | bf16 | it is called bfloat16 here
 dtype | fp32 | it is called float32 here
 dtype | fp16 float16 half | float16 is not built

@@ -53,7 +53,9 @@ BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MAP, MAP2 = 16, 256  # numbers that a code of 4 or of 8 bits can represent
 INVERSE_127 = 7.874015718698502e-3  # bitsandbytes' own digits of 1 / 127
-TEXT = 256  # bytes of a text that is written here, padded with spaces: its length must not depend on the offset
+TEXT = (
+    256  # bytes of a text that is written here, padded with spaces: its length must not depend on the offset
+)
 AGAIN = "get the checkpoint again, or save it again with bitsandbytes"
 
 

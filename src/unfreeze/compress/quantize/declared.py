@@ -24,6 +24,18 @@ from unfreeze.quant.nvfp4 import GROUP as NV_GROUP
 
 INSIDE = ("language_model.model.", "model.language_model.")
 """How names of a language model begin in files of Gemma 3, Mistral 3, Kimi-K2.5, and in transformers 5."""
+KIMI_WEIGHTS = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "dynamic": False,
+    "actorder": None,
+    "block_structure": None,
+    "observer": "minmax",
+    "observer_kwargs": {},
+}
+"""The `weights` of Kimi-K2-Thinking's config.json, without the group size."""
 OF_GPT_OSS = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 BITSANDBYTES = {
     "quant_method": "bitsandbytes",
@@ -78,30 +90,19 @@ def _format(codec: Codec) -> str:
 
 def _weights(codec: Codec) -> dict[str, Any]:
     """The `weights` of the group."""
-    bits, kind, strategy, size, scales = 4, "float", "group", None, None
     if isinstance(codec, Int4):
-        kind, size = "int", codec.group_size
-    elif isinstance(codec, Integers):
-        bits, kind, strategy = codec.bits, "int", "channel"
+        return KIMI_WEIGHTS | {"group_size": codec.group_size}
+    table: dict[str, Any] = {"num_bits": 4, "type": "float", "symmetric": True}
+    if isinstance(codec, Integers):
+        table |= {"num_bits": codec.bits, "type": "int", "group_size": None, "strategy": "channel"}
     elif isinstance(codec, Fp8Scaled):
-        bits, strategy = 8, "channel"
+        table |= {"num_bits": 8, "group_size": None, "strategy": "channel"}
     elif isinstance(codec, Mxfp4):
-        size, scales = MX_GROUP, "torch.uint8"
+        table |= {"group_size": MX_GROUP, "strategy": "group", "scale_dtype": "torch.uint8"}
     else:
-        strategy, size, scales = "tensor_group", NV_GROUP, "torch.float8_e4m3fn"
-    table: dict[str, Any] = {
-        "num_bits": bits,
-        "type": kind,
-        "symmetric": True,
-        "strategy": strategy,
-        "group_size": size,
-        "dynamic": False,
-        "actorder": None,
-        "block_structure": None,
-        "observer": "minmax",
-        "observer_kwargs": {},
-    }
-    return table | ({"scale_dtype": scales} if scales else {})
+        table |= {"group_size": NV_GROUP, "strategy": "tensor_group"}
+        table["scale_dtype"] = "torch.float8_e4m3fn"
+    return table | {"dynamic": False}
 
 
 def _is_packed(weight: Weight) -> bool:

@@ -1,12 +1,13 @@
-"""What becomes of each weight of a checkpoint that is quantized, decided and checked before a byte is written.
+"""The plan for each weight of a checkpoint that is quantized, checked before a byte is written.
 
 The plan is a merge's without an adapter (compress/work.py).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from unfreeze.compress.released import config_of
 from unfreeze.compress.work import MergeWork, Weight
 from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError, ConfigError
-from unfreeze.models.groups import group_of
 from unfreeze.models.shape import Shape
 from unfreeze.parallel.placement.place import check_coverage
 from unfreeze.quant.codec import parts_nbytes
@@ -44,11 +44,13 @@ class Kept:
 
 
 def default_modules(shape: Shape) -> tuple[str, ...]:
-    """The routed experts if the model has any, as Kimi-K2 and gpt-oss are published; else every linear layer."""
+    """The routed experts if there are any, as Kimi-K2 and gpt-oss publish them; else every linear layer."""
     return ("experts",) if shape.num_experts else ("all-linear",)
 
 
-def quantize_work(manifest: Manifest, to: str, modules: Collection[str] = (), round: Round = nearest) -> MergeWork:
+def quantize_work(
+    manifest: Manifest, to: str, modules: Collection[str] = (), round: Round = nearest
+) -> MergeWork:
     """The plan of `unfreeze quantize`. modules: of MODULES; empty: `default_modules`.
 
     Raises ConfigError for a base that is quantized, modules that the model lacks, and a width that the format
@@ -70,10 +72,10 @@ def quantize_work(manifest: Manifest, to: str, modules: Collection[str] = (), ro
     work = MergeWork(manifest, model, NoChanges(), Packing(FORMATS[to], modules, round))
     chosen = [weight for weight in work.weights if work.chosen(weight)]
     if not chosen:
-        groups = sorted({weight.group for weight in work.weights if weight.home} - LEFT)
+        groups = sorted({weight.group for weight in work.weights if weight.home})
         raise ConfigError(
-            f"--modules {' '.join(modules)} names nothing in this {shape.model_type}",
-            next=f"it has {', '.join(groups)}",
+            f"--modules {' '.join(modules)} names nothing in this {shape.model_type} ({', '.join(groups)})",
+            next="--modules all-linear",
         )
     for weight in chosen:
         if weight.to is None:
@@ -127,14 +129,12 @@ def planned(work: MergeWork, out: Path, files: Collection[OutFile]) -> Planned:
 
 
 def check_loads(manifest: Manifest) -> None:
-    """Raise CheckpointError or ConfigError if loading would refuse the checkpoint: every tensor has its place."""
+    """Raise CheckpointError or ConfigError if loading would refuse the checkpoint."""
     shape = models.shape(manifest.config)
     model = models.meta_model(shape, manifest, torch.float32)
     state = model.state_dict(keep_vars=True)
     tied = models.tied(shape)
-    params = {
-        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items() if name not in tied
-    }
+    params = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items() if name not in tied}
     placements = resolve(manifest, models.rules(shape), params, ignore=models.ignored(shape), tied=tied)
     check_coverage(placements, params)
 
@@ -158,19 +158,8 @@ def _why(work: MergeWork, weight: Weight) -> tuple[str, str]:
     assert work.packing is not None
     if weight.home is not None:
         return weight.group, "not in --modules"
-    name = next(iter(weight.parts.values())).name
-    layers = work.model.shape.num_layers
-    heads = tuple(f"model.layers.{layer}." for layer in range(layers, layers + 9))
-    if not name.startswith(work.manifest.prefix) and weight.group != "lm_head":
+    name, shape = next(iter(weight.parts.values())).name, work.model.shape
+    outside = not name.startswith(work.manifest.prefix) and weight.group != "lm_head"
+    if outside or any(re.match(pattern, f"{weight.name}.weight") for pattern in models.ignored(shape)):
         return "other parts", "not part of the language model"
-    if weight.name.startswith(heads):
-        return "prediction heads", "not part of the language model"
-    group = group_of(weight.name)
-    return group, "always" if group in LEFT else "no linear layer"
-
-
-def with_round(work: MergeWork, round: Round) -> MergeWork:
-    """The same plan with another way to round."""
-    assert work.packing is not None
-    work.packing = replace(work.packing, round=round)
-    return work
+    return weight.group, "always" if weight.group in LEFT else "no linear layer"

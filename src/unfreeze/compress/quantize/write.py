@@ -63,9 +63,9 @@ class Record(shards.Record):
 def write(work: MergeWork, out: Path, inputs: dict[str, Any], progress: Progress | None) -> Record:
     """Write the checkpoint into `out`, or the files that are still missing there.
 
-    Each matrix is rounded by `work.packing.round`. inputs: the sources (`inputs_of`); a folder that was started
-    with others is refused. Raises ConfigError for another folder's content, CheckpointError for a checkpoint
-    that could not be loaded, DoesNotFit if the disk is too small: all before anything is written.
+    Each matrix is rounded by `work.packing.round`. inputs: the sources (`inputs_of`); a folder that was
+    started with others is refused. Raises ConfigError for another folder's content, CheckpointError for a
+    checkpoint that could not be loaded, DoesNotFit if the disk is too small: all before anything is written.
     CheckpointError for a weight with NaN names it; the files before it stay.
     """
     files = out_files(work)
@@ -113,7 +113,7 @@ def begun(out: Path, inputs: dict[str, Any]) -> Record:
 
 
 def inputs_of(manifest: Manifest, to: str, modules: tuple[str, ...], **more: object) -> dict[str, Any]:
-    """The inputs as quantize.json has them: equal for equal files, at any path. more: flags by their names."""
+    """The inputs as quantize.json has them: equal for equal files, at any path. more: flags by name."""
     base = files_fingerprint(manifest.path / "config.json", *manifest.files)
     return {"base": base, "to": to, "modules": " ".join(modules), **more}
 
