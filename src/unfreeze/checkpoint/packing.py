@@ -172,7 +172,7 @@ def by_source(placements: Iterable[Placement]) -> list[list[Placement]]:
 def fill(placements: Sequence[Placement], flat: Mapping[str, Tensor], read: Read) -> Iterator[int]:
     """Pack each matrix into the parameters. flat: name -> the parameter as [n]. Yield the bytes of each.
 
-    A matrix is rounded on the CPU, wherever its parameters are: so its bits are those that `unfreeze quantize`
+    A matrix is rounded on the CPU, wherever its parameters are: its bits are those that `unfreeze quantize`
     writes. Raises CheckpointError for one that is not finite.
     """
     for group in by_source(placements):

@@ -149,7 +149,7 @@ def packed_as(source: str | Path) -> PackedAs | None:
     words = [to, *cast(list[Any], modules)] if isinstance(modules, list) else [None]
     if not all(isinstance(word, str) and WORD.fullmatch(word) for word in words):
         raise AdapterError(f"{file}: format {to!r:.40}, modules {modules!r:.40}", next=AGAIN)
-    return PackedAs(str(to), tuple(words[1:]))
+    return PackedAs(str(to), tuple(map(str, words[1:])))
 
 
 def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from unfreeze.core.field import about
 
 ALL_RATE = 2e-5
 PackedFormat = Literal["int4", "int8", "fp8", "mxfp4", "nvfp4", "nf4"]
-PackedModules = Literal["experts", "all-linear", "attention", "mlp", "shared_experts", "lm_head"]
+PackedModules = Literal["experts", "all-linear", "lm_head"]
 QUANTIZE = "pack the base in this format while it is loaded, tensor by tensor; unset: as it is on disk"
 PACKS = "with quantize: the modules to pack; unset: the routed experts, of a dense model all linear layers"
 

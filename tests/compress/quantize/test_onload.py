@@ -89,7 +89,7 @@ def stored(manifest: Manifest) -> dict[str, tuple[object, ...]]:
 CASES = [
     *((base, to, ("all-linear",)) for base in ("llama", "moe", "stacked") for to in FORMATS),
     ("moe", "int4", ()),
-    ("moe", "int4", ("attention",)),
+    ("moe", "int4", ("experts", "lm_head")),
     ("llama", "nf4", ()),
     ("gpt_oss", "mxfp4", ("experts",)),
 ]

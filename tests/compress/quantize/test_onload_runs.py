@@ -171,7 +171,7 @@ def test_a_finished_run_is_known_again_and_another_packing_is_refused(
 
 REFUSED = {
     "llama --quantize int4 --train all": "every weight trains, and packed weights are frozen",
-    "llama --quantize-modules attention": "quantize_modules has no effect without quantize",
+    "llama --quantize-modules all-linear": "quantize_modules has no effect without quantize",
     "llama --quantize int4 --quantize-modules experts": "is a dense llama, without experts",
     "moe --quantize int4 --place.experts disk": "quantize packs the experts while they are loaded",
     "moe-int4 --quantize int4": "is quantized already (int4-pack-quantized)",

@@ -24,6 +24,7 @@ from unfreeze.compress.quantize.work import check_loads, quantize_work
 from unfreeze.compress.released import config_of
 from unfreeze.compress.work import MergeWork, Out, Weight
 from unfreeze.config.adapter import packed_as
+from unfreeze.config.lora import LoraConfig
 from unfreeze.core.errors import CheckpointError, ConfigError, UserError
 from unfreeze.core.units import format_bytes
 from unfreeze.models.blocks.experts import Experts
@@ -85,6 +86,31 @@ def packs_line(manifest: Manifest) -> str:
         f"{decimal_bytes(before)} in files, {decimal_bytes(after)} once they are packed to"
         f" {manifest.on_load.words} (loading takes at most {format_bytes(packing_bytes(manifest))} more)"
     )
+
+
+def room_line(manifest: Manifest) -> str:
+    """What adapters on this release take on this machine, before it is quantized or read.
+
+    Such as '8.1 GiB of 15.3 GiB here with adapters on it (rank 16, 4,096 tokens a step); as it is 63.0 GiB'.
+    """
+    from unfreeze.config.tables import Training
+    from unfreeze.generate.open import device_of
+    from unfreeze.kernels.precision import AUTO, precision
+    from unfreeze.parallel.plan import plan_here
+
+    device, tokens, lora = device_of("auto"), Training().tokens_per_step, LoraConfig()
+    shape, dtype = models.shape(manifest.config), precision(AUTO, device).name
+    before = manifest.on_load.released if manifest.on_load else None
+    of_both = [
+        plan_here(shape, each, lora, dtype=dtype, device=device, tokens=tokens)
+        for each in (manifest, before)
+        if each is not None
+    ]
+    words = (
+        f"{format_bytes(of_both[0].total)} of {format_bytes(of_both[0].usable)} here with adapters on it"
+        f" (rank {lora.rank}, {tokens:,} tokens a step)"
+    )
+    return f"{words}; as it is {format_bytes(of_both[1].total)}" if len(of_both) > 1 else words
 
 
 def _as_of_run(words: str) -> str:
