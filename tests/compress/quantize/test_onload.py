@@ -147,10 +147,13 @@ def test_formats_and_modules_are_those_of_quantize() -> None:
     assert PackedFormat.__args__ == FORMATS and PackedModules.__args__ == formats.MODULES
 
 
-def test_the_digest_is_of_the_files_and_a_rerun_knows_them(folders) -> None:
+def test_a_packed_base_is_not_the_same_weights_as_the_release(folders) -> None:
+    """A bf16 teacher of a student on the packed base is a model of its own; so are they in `unfreeze eval`."""
     released = open_checkpoint(folders["moe"])
-    packed = packed_on_load(released, "int4")
-    assert weights_digest(packed) == weights_digest(released) and same_weights(packed, released)
+    packed, again, other = (packed_on_load(released, to) for to in ("int4", "int4", "fp8"))
+    assert same_weights(packed, again) and weights_digest(packed) == weights_digest(again)
+    for one in (released, other):
+        assert not same_weights(packed, one) and weights_digest(packed) != weights_digest(one)
 
 
 @pytest.mark.parametrize("name", ["llama", "moe"])

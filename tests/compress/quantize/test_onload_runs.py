@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -267,3 +270,22 @@ def test_plan_says_what_fits_after(folders, capsys) -> None:
     assert any("once they are packed to INT4 (loading takes at most" in note for note in after["notes"])
     alone = plan(folders["moe"] / "config.json", *packing)
     assert alone["bytes"]["total"] == after["bytes"]["total"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", [[], ["--place.split", "2", "--place.rest", "peers"]])
+def test_two_processes_pack_as_one_folder(folders, chat_rows, tmp_path, place: list[str]) -> None:
+    """Each matrix is packed by one process: alone, and with shared experts and gathered layers."""
+    runs = []
+    for name, base, more in (("ours", "moe", on_load("moe")), ("theirs", "moe-int4", [])):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        words = command(folders[base], chat_rows, tmp_path / name, "--micro-batches", "2", *place, *more)
+        start = f"-m torch.distributed.run --nproc-per-node 2 --master-port {port} -m unfreeze".split()
+        done = subprocess.run([sys.executable, *start, *words], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        runs.append(tmp_path / name)
+    assert losses(runs[0]) == losses(runs[1]) and len(losses(runs[0])) == 2
+    (load,) = events(runs[0], "load")
+    assert load["bytes"] == open_checkpoint(folders["moe"]).nbytes == sum(load["bytes_by_rank"])
