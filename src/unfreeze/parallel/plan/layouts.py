@@ -102,7 +102,7 @@ def _experts(wish: Layout, facts: Facts) -> list[str]:
         return ["device"]
     if facts.packs and wish.experts == "disk":
         raise ConfigError(
-            "place.experts is disk, but quantize packs the experts while they are loaded: none are on disk so",
+            "place.experts is disk, but quantize packs the experts while they are loaded: disk has none so",
             next=f"{facts.packs} --out DIR, and --model DIR",
         )
     if wish.experts == "auto":
