@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import unfreeze
 from unfreeze import cli, models
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.checkpoint.tensors import stored_tensor
@@ -170,6 +171,33 @@ def test_a_finished_run_is_known_again_and_another_packing_is_refused(
     for more in ([], ["--quantize", "fp8"]):
         assert cli.main([*words, *more]) != 0
         assert "quantize can never change within a run" in capsys.readouterr().err
+
+
+def test_a_run_that_stopped_goes_on_to_the_bit(trained, folders, chat_rows, tmp_path) -> None:
+    """Between its steps, before the second save: the base is packed again, from the same files."""
+
+    def stop(state, result) -> None:
+        if state.step == 2:
+            raise Stopped
+
+    fields = {
+        "model": str(folders["llama"]),
+        "data": str(chat_rows),
+        "out": tmp_path / "run",
+        "quantize": "int4",
+    }
+    fields |= {"tokens_per_step": 256, "steps": 2, "lora.rank": 2, "watch.samples": 0, "dtype": "float32"}
+    fields |= {"learning_rate": 1e-2, "save.every": 1, "quiet": True}
+    with pytest.raises(Stopped):
+        unfreeze.sft(**fields, on_step=[stop])
+    run, whole = unfreeze.sft(**fields).path, trained("llama", *on_load("llama"))
+    assert losses(run)[-1] == losses(whole)[-1] and len(events(run, "load")) == 2
+    ours, theirs = (load_file(each / "adapter" / "adapter_model.safetensors") for each in (run, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+class Stopped(Exception):
+    pass
 
 
 REFUSED = {
