@@ -137,6 +137,6 @@ def run_merge(base: Path, adapter: Path, out: Path, to="same", scales="refit", p
     return merge(work, deltas, out, inputs_of(manifest, adapter, to, scales), scales, progress)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def merging():
     return SimpleNamespace(run=run_merge, adapter_for=adapter_for, sharded=sharded, random_model=random_model)

@@ -27,7 +27,7 @@ from unfreeze.job.planning.residency import refuse_samples
 def splits(processes: int, **place: Any) -> list[int]:
     """How many processes may share six experts, fewest first."""
     config = Config.model_validate({"model": "m", "data": ["d.jsonl"], "place": place})
-    start, shape = SimpleNamespace(tensors={"a": 1}, path="m"), SimpleNamespace(num_experts=6)
+    start, shape = SimpleNamespace(tensors={"a": 1}, path="m", on_load=None), SimpleNamespace(num_experts=6)
     given: Any = config, SimpleNamespace(lora=object()), start, shape, torch.device("cpu")
     layouts = Planning(*given, processes=processes).layouts()
     return list(dict.fromkeys(layout.sharing for layout in layouts if layout.experts == "device"))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from unfreeze.checkpoint.faults import Faults, refuse_twice
 from unfreeze.checkpoint.folder import PICKLES, conversion, folder_of
@@ -30,6 +30,9 @@ from unfreeze.quant.formats import is_part, recognise
 from unfreeze.quant.scheme import Scheme, is_unread
 from unfreeze.quant.spelling import canonical
 from unfreeze.untrusted.json_object import read_object
+
+if TYPE_CHECKING:
+    from unfreeze.checkpoint.packing import OnLoad, PackedFrom
 
 MAX_DIMS = 64  # dimensions of a tensor; PyTorch's own limit
 MAX_SIZE = 2**62  # elements or bytes: no file has more, and int64 counters would overflow
@@ -56,7 +59,11 @@ AWQ_WORDS = {"w_bit", "q_group_size", "zero_point"}  # autoawq's names for GPTQ'
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor on disk. `offset` is absolute in `file`; `dtype` is the format's name ("BF16", "I32", …)."""
+    """One tensor on disk. `offset` is absolute in `file`; `dtype` is the format's name ("BF16", "I32", …).
+
+    packed_from  of a tensor that is not on disk, but made when it is read (packing.py): `file` and `offset`
+                 are then those of the matrix that it is made from
+    """
 
     name: str
     dtype: str
@@ -64,6 +71,7 @@ class TensorInfo:
     nbytes: int
     file: Path
     offset: int
+    packed_from: PackedFrom | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,8 @@ class Manifest:
     tensors  by name on disk.
     prefix   prefix of the text model's names in a release that holds more (nested.py), or "".
     longer   the scaling that `config` has for more positions than the files say (models/longer.py), if any
+    on_load  of a float release that is packed while it is loaded: `config` and `tensors` are then those of
+             the packed one, and this has the release as it is on disk
     """
 
     path: Path
@@ -82,6 +92,7 @@ class Manifest:
     files: tuple[Path, ...]
     generation_config: dict[str, Any] = field(default_factory=dict)
     longer: Longer | None = None
+    on_load: OnLoad | None = None
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +121,7 @@ class Manifest:
         texts = {codec: codec.text for codec in scheme.codecs if isinstance(codec, Texted)}
         for codec, text in texts.items():
             first = next((info for name, info in disk.items() if name.endswith(f".{text}")), None)
-            if first is not None:
+            if first is not None and first.packed_from is None:
                 scheme = scheme.replaced({codec: codec.with_text(_text(first), first.name)})
         return scheme
 

@@ -192,6 +192,8 @@ class _Work:
                 )
                 continue
             self.used.add(f"{base}.{extra}")
+            if info.packed_from is not None:
+                continue
             if info.dtype not in _WHOLE or len(info.shape) > 1 or prod(info.shape) != len(expected):
                 detail = (
                     f"{info.name} is {info.dtype} {list(info.shape)}, expected I32 or I64 [{len(expected)}]"

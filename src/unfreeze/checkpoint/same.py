@@ -22,8 +22,11 @@ def same_weights(one: Manifest, other: Manifest) -> bool:
     The sample is the middle of up to 64 tensors of each kind, spread over the layers. It detects training,
     unless only a few of very many tensors were trained, or few of their numbers moved.
     """
+    if _packed(one) != _packed(other):
+        return False
     if one.path.resolve() == other.path.resolve():
         return True
+    one, other = on_disk(one), on_disk(other)
     facts = [{i.name: (i.dtype, i.shape, i.nbytes) for i in m.tensors.values()} for m in (one, other)]
     if not facts[0] or facts[0] != facts[1]:
         return False
@@ -38,12 +41,24 @@ def weights_digest(manifest: Manifest) -> str:
 
     "" for a folder without weights.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(_packed(manifest).encode())
+    manifest = on_disk(manifest)
     for info in sorted(manifest.tensors.values(), key=lambda info: info.name):
         digest.update(f"{info.name} {info.dtype} {tuple(info.shape)} {info.nbytes};".encode())
     for info in _spread(manifest, OF_A_DIGEST):
         digest.update(_middle(info, PIECE))
     return digest.hexdigest()[:16] if manifest.tensors else ""
+
+
+def _packed(manifest: Manifest) -> str:
+    """How a release is packed while it is loaded; "" if it is not: both have the same files."""
+    packed = manifest.on_load
+    return "" if packed is None else " ".join((packed.format, *packed.modules))
+
+
+def on_disk(manifest: Manifest) -> Manifest:
+    """The files as they are, of a release that is packed while it is loaded."""
+    return manifest if manifest.on_load is None else manifest.on_load.released
 
 
 def _spread(manifest: Manifest, of_a_kind: int = OF_A_KIND) -> list[TensorInfo]:

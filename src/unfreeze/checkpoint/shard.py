@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unfreeze.checkpoint.manifest import TensorInfo
 from unfreeze.checkpoint.save import sync_folder
-from unfreeze.checkpoint.tensors import NAME
+from unfreeze.checkpoint.tensors import NAME, stored_tensor
 from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import FULL, CheckpointError
 from unfreeze.core.units import format_bytes
@@ -96,7 +96,10 @@ class Shard:
             self._put(name, flat.view(torch.uint8).numpy().data, first * ITEMSIZE[dtype])
 
     def copy(self, name: str, source: TensorInfo) -> None:
-        """Copy a tensor's bytes from another file, unchanged."""
+        """Copy a tensor's bytes from another file, unchanged; one that is not on disk is made first."""
+        if source.packed_from is not None:
+            self.put(name, stored_tensor(source))
+            return
         with source.file.open("rb") as file:
             file.seek(source.offset)
             for done in range(0, source.nbytes, CHUNK):

@@ -5,6 +5,8 @@ On CPU a tensor whose dtype the model keeps goes from the page cache directly in
 buffer of at most CHUNK bytes. For CUDA the buffer is pinned memory, which is then copied to the device. So
 peak host memory is the parameters plus CHUNK bytes per thread, for shards of any size (docs/why/trust.md L1).
 
+A matrix that is packed while it is loaded is read whole, and rounded by one thread (packing.py).
+
 Reading from the page cache into new memory is bound by page faults, the first touch of each 4 KiB page: 1 to
 2 GB/s here, against 5 to 12 into a buffer that was used before. So two threads are faster than one; os.preadv
 releases the GIL. Huge pages for the destination were tried and dropped: 3 GB/s at best, 0.2 if a virtual
@@ -25,6 +27,8 @@ import torch
 from torch import Tensor
 
 from unfreeze.checkpoint.faults import Faults
+from unfreeze.checkpoint.manifest import TensorInfo
+from unfreeze.checkpoint.packing import bytes_read, fill
 from unfreeze.checkpoint.resolve import Placement
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.core.closing import Closing
@@ -91,7 +95,9 @@ def stream(
     (parallel/placement/place.py never lets a model see them).
     """
     started = time.perf_counter()
-    total = sum(placement.info.nbytes for placement in placements)
+    total = sum(map(bytes_read, placements))
+    packed = [placement for placement in placements if placement.info.packed_from is not None]
+    placements = [placement for placement in placements if placement.info.packed_from is None]
     loader = Loader(params)
     done = 0
     with Files() as files, ThreadPoolExecutor(THREADS, thread_name_prefix="load") as pool:
@@ -102,7 +108,11 @@ def stream(
                 done += nbytes
                 if progress is not None:
                     progress(done, total)
-    expanded = sum(placement.expanded_bytes for placement in placements)
+        for nbytes in fill(packed, loader.flat, files.raw):
+            done += nbytes
+            if progress is not None:
+                progress(min(done, total), total)
+    expanded = sum(placement.expanded_bytes for placement in (*placements, *packed))
     return LoadStats(total, time.perf_counter() - started, expanded, len(loader.rounded))
 
 
@@ -121,6 +131,13 @@ class Files(Closing):
                 raise _unreadable(file, error) from error
             self._open[file] = descriptor, _identity(descriptor)
         return self._open[file][0]
+
+    def raw(self, info: TensorInfo) -> Tensor:
+        """A tensor's bytes, uint8 [n], in memory of its own. Raises CheckpointError if it cannot be read."""
+        whole = torch.empty(info.nbytes, dtype=torch.uint8)
+        run = ByteRun(info.file, info.offset, [], info.nbytes)
+        _read_fully(self.descriptor(info.file), run, [whole.numpy().data], info.name)
+        return whole
 
     def check(self, file: Path) -> None:
         """Raise CheckpointError if the file was written to since it was opened."""
@@ -173,6 +190,8 @@ def runs_of(placements: Iterable[Placement]) -> Iterator[ByteRun]:
 def _pieces(placements: Iterable[Placement]) -> Iterator[_Piece]:
     """Each tensor in file order, split if it is larger than CHUNK."""
     for placement in sorted(placements, key=lambda placement: (placement.info.file, placement.info.offset)):
+        if placement.info.packed_from is not None:
+            raise ValueError(f"{placement.info.name} is not on disk: it is packed while the model is loaded")
         itemsize = ITEMSIZE[placement.info.dtype]
         numel, step = placement.info.nbytes // itemsize, CHUNK // itemsize
         matrix = numel
@@ -224,7 +243,7 @@ class Loader:
             used += piece.nbytes
             targets.append(buffer.numpy().data)
             buffered.append((piece, buffer))
-        _read_fully(descriptor, run, targets)
+        _read_fully(descriptor, run, targets, run.pieces[-1].placement.info.name)
         for piece, buffer in buffered:
             self._finish(piece, buffer)
         return run.nbytes
@@ -335,8 +354,8 @@ def _bytes_of(flat: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _read_fully(descriptor: int, run: ByteRun, targets: list[memoryview]) -> None:
-    """Fill `targets` one after another, starting at run.offset.
+def _read_fully(descriptor: int, run: ByteRun, targets: list[memoryview], name: str) -> None:
+    """Fill `targets` one after another, starting at run.offset. name: of a tensor there, for messages.
 
     A read may return less than requested; zero bytes mean the end of the file.
     """
@@ -348,8 +367,7 @@ def _read_fully(descriptor: int, run: ByteRun, targets: list[memoryview]) -> Non
             raise _unreadable(run.file, error) from error
         if count == 0:
             raise CheckpointError(
-                f"{run.file} ends at byte {offset:,} inside {run.pieces[-1].placement.info.name}; it was"
-                " longer when it was opened",
+                f"{run.file} ends at byte {offset:,} inside {name}; it was longer when it was opened",
                 next=(
                     "wait until the download or conversion that writes this file has ended, then repeat the"
                     " command"

@@ -27,7 +27,14 @@ NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 
 def stored_tensor(info: TensorInfo) -> torch.Tensor:
-    """One tensor, memory-mapped from its file: bytes are read when they are used. CPU."""
+    """One tensor, memory-mapped from its file: bytes are read when they are used. CPU.
+
+    One that is not on disk (packing.py) is made from its matrix.
+    """
+    if info.packed_from is not None:
+        from unfreeze.checkpoint.packing import made
+
+        return made(info)
     if not info.nbytes:
         return torch.empty(info.shape, dtype=TORCH_DTYPE[info.dtype])
     # "c": the file is never written

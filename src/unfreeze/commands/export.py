@@ -111,6 +111,7 @@ def export(config: Config, common: Common) -> dict[str, Any]:
 
     -> path, pushed, for, layout, verified, dropped (names that the reader doesn't apply).
     """
+    from unfreeze.compress.quantize.onload import as_trained
     from unfreeze.generate.source import open_source
 
     if config.read_by in GGUF:
@@ -123,6 +124,8 @@ def export(config: Config, common: Common) -> dict[str, Any]:
     if config.push:
         check_push(config.push, yes=config.yes, common=common)
     source, manifest = open_source(config.run, say(common), config.base)
+    if source.adapter is not None:
+        manifest = as_trained(manifest, source.adapter, say(common))
     if (kind := manifest.config.get("model_type")) in ONLY_HERE:
         what = "it" if source.adapter is None else "the adapter"
         raise ConfigError(

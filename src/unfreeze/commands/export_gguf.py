@@ -69,6 +69,10 @@ def export_gguf(config: Asked, common: Common) -> dict[str, Any]:
     from unfreeze.compress.gguf.tensors import planned
     from unfreeze.compress.gguf.vocabulary import vocabulary_of
     from unfreeze.compress.gguf.weights import Weights
+    from unfreeze.compress.quantize.onload import as_trained
+
+    if source.adapter is not None:
+        manifest = as_trained(manifest, source.adapter, say(common))
 
     # refuse everything that can be refused before writing a byte
     model = models.meta_model(shape, manifest, torch.float32)

@@ -1,6 +1,7 @@
 """unfreeze merge RUN --to same|bf16|int4 --out DIR: write base and adapter as one checkpoint.
 
-same: each weight keeps the base's format; weights without an adapter are copied byte for byte. bf16: a dense
+same: each weight keeps the base's format; weights without an adapter are copied byte for byte. Of a run with
+--quantize the base is the packed one, so same writes that format. bf16: a dense
 checkpoint. int4: Kimi-K2's INT4 for the weights that the base quantizes, or for linear layers and experts of
 a dense base.
 
@@ -89,6 +90,7 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
     -> path, to, scales, modules, rounding (per group), gain (None if not measured: not_measured says why),
     carried.
     """
+    from unfreeze.compress.quantize.onload import as_trained
     from unfreeze.generate.source import open_source
 
     run, processes = Path(config.run), started().size
@@ -100,6 +102,8 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
     if not run.is_dir():
         raise ConfigError(f"{run} is not a folder", next="give a run's folder (runs/<name>), or an adapter's")
     source, manifest = open_source(config.run, say(common), config.base)
+    if source.adapter is not None:
+        manifest = as_trained(manifest, source.adapter, say(common))
     if better := of_an_earlier_step(run):
         say(common)(better)
     if source.adapter is None:
@@ -329,6 +333,8 @@ def write_card(
         "bf16": "bfloat16",
         "int4": "INT4 (pack-quantized, groups of 32)",
     }
+    if manifest.on_load is not None:
+        formats["same"] = f"{manifest.on_load.words}, in which its base was packed while it trained"
     identity = hub_id(base)
     words = f"{gain.survives}. {gain.words(Path(config.data).name)}" if gain else ""
     lines = ["---", *([f"base_model: {identity}"] if identity else []), "pipeline_tag: text-generation"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,12 +67,28 @@ class Opened:
 
     def sizes(self, dtype: torch.dtype, lora: LoraConfig | None, kind: str) -> Sizes:
         """Sizes for a device of that kind. They do not depend on the adapters' rank."""
+        from unfreeze.checkpoint.packing import packing_bytes
         from unfreeze.parallel.plan import measure_sizes
 
         key = dtype, kind, lora and lora.targets
         if key not in self.known_sizes:
-            self.known_sizes[key] = measure_sizes(self.model(dtype, lora, kind)[0], lora, kind)
+            sizes = measure_sizes(self.model(dtype, lora, kind)[0], lora, kind)
+            self.known_sizes[key] = replace(sizes, packing=packing_bytes(self.start))
         return self.known_sizes[key]
+
+    def packed(self, to: str, modules: tuple[str, ...]) -> Opened:
+        """The same with its base packed while it is loaded."""
+        from unfreeze import models
+        from unfreeze.compress.quantize.onload import packed_on_load
+
+        start = packed_on_load(self.start, to, modules)
+        shape = models.shape(start.config)
+        return Opened(
+            lambda dtype, as_stored: models.meta_model(shape, start, dtype, as_stored=as_stored),
+            start,
+            self.second,
+            self.answers,
+        )
 
     def aside(
         self, dtype: torch.dtype, kind: str, length: int, *, every_weight: bool
@@ -95,10 +111,15 @@ class Opened:
 
 
 def open_for_plan(config: Config, new: Manifest | None = None) -> Opened:
-    """Open the model from a checkpoint's headers, or from a config.json alone.
+    """Open the model from a checkpoint's headers, or from a config.json alone; packed, if it is to be.
 
     new: a model whose config.json is not written yet.
     """
+    opened = _as_it_is(config, new)
+    return opened if config.quantize is None else opened.packed(config.quantize, config.quantize_modules)
+
+
+def _as_it_is(config: Config, new: Manifest | None) -> Opened:
     from unfreeze import models
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.checkpoint.manifest import Manifest, read_config

@@ -12,6 +12,7 @@ machine from its records (`unfreeze dev kernels measure --to user`).
 from __future__ import annotations
 
 from collections.abc import Set
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,9 +22,10 @@ from unfreeze.commands.opened import Opened, open_for_plan
 from unfreeze.commands.recipe import recipe_of
 from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import Folder, Frozen, ModelName, from_keywords, is_model, parse
+from unfreeze.config.sft import PACKS, QUANTIZE, PackedFormat, PackedModules
 from unfreeze.config.tables import Rope
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.field import about
 from unfreeze.core.layout import Layout
 from unfreeze.tracking.console import PipeConsole
@@ -101,6 +103,12 @@ class Config(Frozen):
         description="adapters (LoRA) or all weights",
         json_schema_extra=about("Model and data"),
     )
+    quantize: PackedFormat | None = Field(
+        default=None, description=QUANTIZE, json_schema_extra=about("Model and data", first=True)
+    )
+    quantize_modules: tuple[PackedModules, ...] = Field(
+        default=(), description=PACKS, json_schema_extra=about("Model and data")
+    )
     lora: LoraConfig = Field(default_factory=lambda: LoraConfig(), description="the adapters")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
@@ -167,6 +175,8 @@ def configured(arguments: list[str]) -> tuple[Config, Parts | None]:
         "model": run.model,
         "rope": run.rope,
         "train": getattr(run, "train", "all"),
+        "quantize": getattr(run, "quantize", None),
+        "quantize_modules": getattr(run, "quantize_modules", flags.quantize_modules),
         "lora": _merged(lora, flags.lora) if lora else flags.lora,
         "place": run.place.model_copy(update=flags.place.model_dump(exclude_unset=True)),
         "tokens_per_step": run.training.tokens_per_step,
@@ -202,6 +212,11 @@ def _refuse_without_effect(config: Config, given_fields: Set[str]) -> None:
             config.optimizer_kind == "muon" and config.train == "adapters",
             "optimizer.kind muon has no effect: it moves whole matrices, and adapters train",
             "--train all, or leave --optimizer.kind out",
+        ),
+        (
+            bool(config.quantize) and config.train == "all",
+            f"quantize is {config.quantize}, but every weight trains, and packed weights are frozen",
+            "--train adapters, or leave --quantize out",
         ),
         (bool(twice), f"hardware names {twice!r} twice", "give each machine once"),
         (
@@ -251,6 +266,7 @@ def plan_on(config: Config, machine: Fleet, opened: Opened | None = None) -> Pla
     A run's default of tokens per step is that of one process, and grows with the devices as the run's does.
     """
     from unfreeze.commands.planned import Planned
+    from unfreeze.compress.quantize.onload import packs_line
     from unfreeze.parallel.plan.choose import choose_plan, rates_of
 
     opened = opened or open_for_plan(config)
@@ -261,6 +277,7 @@ def plan_on(config: Config, machine: Fleet, opened: Opened | None = None) -> Pla
     others, reason = ([], "") if fits else _instead(config, machine, opened, sizes, counts, request)
     notes = _cut(config, machine, request, choice) if fits or config.tokens_per_step else []
     notes += [f"positions are scaled: {opened.start.longer}"] if opened.start.longer else []
+    notes += [packs_line(opened.start)] if opened.start.on_load else []
     rank, rates = request.work.rank, rates_of(machine, request)
     return Planned(
         model=config.model,
@@ -299,6 +316,10 @@ def _instead(
         words = f"--train adapters --lora.rank {config.lora.rank}"
         fewer = [f"--train adapters {line}" for line in proposals(*with_adapters_only)[:1]]
         fitting = (if_it_fits(words, *with_adapters_only) or fewer) + fitting
+    elif config.train == "adapters" and not counts.packed:
+        with suppress(UserError):  # a model that cannot be packed so
+            in_int4, theirs, smaller = _measured(config, machine, opened.packed("int4", ()))
+            fitting = if_it_fits("--quantize int4", in_int4, theirs, machine, smaller) + fitting
     return fitting, "" if fitting else too_large(sizes, counts, machine, request)
 
 
@@ -370,9 +391,9 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
     recomputes: tuple[Recompute, ...] = FASTEST_FIRST
     if config.place.keep_layers is not None:
         recomputes = ("elementwise", "selective")  # the other policies keep all layers or none
-    layouts(
-        config.place, facts_of(machine, counted, every_weight=lora is None)
-    )  # refuses an impossible placement
+    packs = opened.start.on_load.command if opened.start.on_load else ""
+    facts = facts_of(machine, counted, every_weight=lora is None, packs=packs)
+    layouts(config.place, facts)  # refuses an impossible placement
     rates = None
     if machine.here:
         rates = rates_here(
@@ -385,7 +406,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
             optimizer_moments=config.optimizer_moments,
         )
     request = PlanRequest(
-        work, config.tokens_per_step, length, config.place, recomputes, rates, config.waiting
+        work, config.tokens_per_step, length, config.place, recomputes, rates, config.waiting, packs=packs
     )
     if aside := opened.aside(dtype, machine.kind, length, every_weight=lora is None):
         own = rates_of_second(aside(length), dtype, torch.device(machine.kind), length) if rates else None

@@ -147,7 +147,9 @@ def merge_begun(out: Path, inputs: dict[str, Any]) -> Record:
 
 def inputs_of(manifest: Manifest, adapter: Path, to: str, scales: str) -> dict[str, Any]:
     """The inputs of a merge as recorded in merge.json: equal for equal files, at any path."""
+    packed = manifest.on_load
     return {
+        **({} if packed is None else {"quantize": " ".join((packed.format, *packed.modules))}),
         "base": files_fingerprint(manifest.path / "config.json", *manifest.files),
         "adapter": files_fingerprint(adapter / CONFIG, *weight_files(adapter)),
         "to": to,

@@ -25,6 +25,8 @@ def config_of(work: MergeWork) -> bytes:
     format's writer, which lists the modules that stay unquantized.
     """
     config: dict[str, Any] = copy.deepcopy(work.manifest.config)
+    if work.to == "same" and work.manifest.on_load is not None:
+        return _json(config)
     if work.to == "same":
         file = inside(work.manifest.path / "config.json")
         # read again: a manifest's config also has the quantization of a file beside it

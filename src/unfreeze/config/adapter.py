@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from unfreeze.core.errors import AdapterError
 from unfreeze.core.events import RESOLVED
@@ -22,6 +22,8 @@ INDEX = f"{WEIGHTS}.index.json"
 """Index of an adapter in shards (expert parallelism): adapter_model-00001-of-00002.safetensors …"""
 ROPE = "rope.json"
 """Beside an adapter trained with scaled positions: scaling, factor, and the fields of the base's config."""
+PACKED = "base_packed.json"
+"""Beside an adapter whose base was packed while it was loaded: format and modules of `unfreeze quantize`."""
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 AGAIN = "download the adapter again, or export it again: unfreeze export RUN"
 REFUSED = {
@@ -47,6 +49,7 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 WITHOUT = {"gate": "a router", "lm_head": "the output head", "embed_tokens": "the embeddings"}
 """Layers that peft can adapt but unfreeze cannot, by the last part of their names."""
+WORD = re.compile(r"[a-z0-9_-]{1,40}")
 SHARD = re.compile(r"adapter_model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _FACTOR = re.compile(r"\.(?:base_layer|lora_\w+)\b.*")
 
@@ -124,6 +127,29 @@ def longer_of(source: str | Path) -> Longer | None:
         f" {MAX_FACTOR:,}",
         next=AGAIN,
     )
+
+
+class PackedAs(NamedTuple):
+    """How an adapter's base was packed: `unfreeze quantize BASE --to FORMAT --modules MODULES`."""
+
+    format: str
+    modules: tuple[str, ...]
+
+
+def packed_as(source: str | Path) -> PackedAs | None:
+    """Return how the base of an adapter was packed while it trained; None if it was not.
+
+    Raises AdapterError if the file is damaged.
+    """
+    file = adapter_folder(source) / PACKED
+    if not file.is_file():
+        return None
+    table = read_object(file, AdapterError)
+    to, modules = table.get("format"), table.get("modules")
+    words = [to, *cast(list[Any], modules)] if isinstance(modules, list) else [None]
+    if not all(isinstance(word, str) and WORD.fullmatch(word) for word in words):
+        raise AdapterError(f"{file}: format {to!r:.40}, modules {modules!r:.40}", next=AGAIN)
+    return PackedAs(str(to), tuple(map(str, words[1:])))
 
 
 def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

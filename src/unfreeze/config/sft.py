@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, cast
 from pydantic import Field
 
 from unfreeze.config import tables
-from unfreeze.config.adapter import base_of, longer_of, lora_of
+from unfreeze.config.adapter import base_of, longer_of, lora_of, packed_as
 from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import Folder
 from unfreeze.config.training import TrainingConfig
@@ -18,6 +18,10 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.field import about
 
 ALL_RATE = 2e-5
+PackedFormat = Literal["int4", "int8", "fp8", "mxfp4", "nvfp4", "nf4"]
+PackedModules = Literal["experts", "all-linear", "lm_head"]
+QUANTIZE = "pack the base in this format while it is loaded, tensor by tensor; unset: as it is on disk"
+PACKS = "with quantize: the modules to pack; unset: the routed experts, of a dense model all linear layers"
 
 
 class Data(tables.Data):
@@ -73,6 +77,12 @@ class Config(TrainingConfig):
         ),
         json_schema_extra=about("Model and data", first=True, since="0.2"),
     )
+    quantize: PackedFormat | None = Field(
+        default=None, description=QUANTIZE, json_schema_extra=about("Model and data", since="0.2")
+    )
+    quantize_modules: tuple[PackedModules, ...] = Field(
+        default=(), description=PACKS, json_schema_extra=about("Model and data", since="0.2")
+    )
     data: Data
     optimizer: Optimizer = Optimizer()
     lora: LoraConfig | None = Field(default_factory=lambda: LoraConfig(), description="the adapters")
@@ -83,6 +93,10 @@ class Config(TrainingConfig):
 
         A [lora] field is then an error.
         """
+        if "quantize_modules" in fields and not (fields.get("quantize") or fields.get("adapter")):
+            raise ConfigError(
+                "quantize_modules has no effect without quantize", next="--quantize int4, or leave it out"
+            )
         if fields.get("train") != "all":
             if fields.get("training.indexer", "frozen") != "frozen":
                 raise ConfigError(
@@ -105,6 +119,11 @@ class Config(TrainingConfig):
             if fields.get("lora", True) is None:
                 raise ValueError('train = "adapters" needs [lora]; its defaults are an empty table')
             return _continued(fields)
+        if fields.get("quantize"):
+            raise ConfigError(
+                f"quantize is {fields['quantize']}, but every weight trains, and packed weights are frozen",
+                next="--train adapters, or leave --quantize out",
+            )
         if fields.get("adapter"):
             raise ValueError(
                 'train = "all" trains every weight and has no adapters: remove adapter, or give train ='
@@ -143,6 +162,8 @@ def _continued(fields: dict[str, Any]) -> dict[str, Any]:
     own = {f"lora.{name}": value for name, value in lora_of(source).items()}
     if (longer := longer_of(source)) is not None:
         own |= {"rope.scaling": longer.scaling, "rope.factor": longer.factor}
+    if (packed := packed_as(source)) is not None:
+        own |= {"quantize": packed.format, "quantize_modules": packed.modules}
     for place in own.keys() & fields.keys():
         configured, has = fields[place], own[place]
         if _plain(configured) != _plain(has):

@@ -90,8 +90,8 @@ _NOT_HERE = """
 ref_model reference_model reference_free sync_ref_model | prefer compares with the starting model; --loss
     simpo and orpo need none | unfreeze prefer --model MODEL --data pairs.jsonl
 qlora load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type bnb_4bit_compute_dtype | a 4-bit or 8-bit
-    checkpoint is trained in its own format; a bf16 one is not quantized here |
-    give a quantized checkpoint as --model
+    checkpoint is trained in its own format; a bf16 one is packed while it is loaded |
+    --quantize nf4 (or int4, int8, fp8, mxfp4, nvfp4); or unfreeze quantize MODEL --to int4
 resume_from_checkpoint resume auto_resume auto_resume_from_checkpoints overwrite_output_dir | the same command
     resumes its run; a new run has another --out | the same command without this
 use_dora dora | DoRA is not built, LoRA and rsLoRA are; TRL has it |

@@ -48,6 +48,7 @@ from unfreeze.job.planning.plan import (
     disk_of,
     emit_plan,
     export_hint,
+    if_packed,
     start_lines,
     time_line,
 )
@@ -205,7 +206,8 @@ def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
     lines += time_line(config, setup.start, plan, sum(lengths))
     lines += [*parts.start_lines, dtype_line(setup.dtype)]
     export = export_hint(parts.trained.lora, setup.start, model)
-    emit_plan(folder, plan, group, lines, predicted_ops(setup.device, dtype), disk=disk, export=export)
+    ops, others = predicted_ops(setup.device, dtype), if_packed(planning, plan)
+    emit_plan(folder, plan, group, lines, ops, disk=disk, export=export, others=others)
     group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
     warn_device(folder, config, setup.device)
     return plan, model

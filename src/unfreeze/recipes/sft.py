@@ -7,6 +7,7 @@ The loss counts only the assistant's turns, and all of a `text` row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +45,13 @@ def parts(config: Config) -> Parts:
     """Return the Parts of fine-tuning: conversations, cross entropy, and adapters or all weights."""
     from unfreeze.objectives.cross_entropy import cross_entropy
 
+    start = job.open_weights if not config.adapter else partial(_base_weights, config.adapter)
     return Parts(
         recipe="sft",
         trained=_trained(config),
         objective=cross_entropy,
         after_update=balanced(config.optimizer.balance_rate, config.training.only),
-        start=job.open_weights if not config.adapter else partial(_base_weights, config.adapter),
+        start=start if config.quantize is None else partial(_packed, start, config),
         encoding={"turns": config.data.turns, "reasoning": config.data.reasoning},
         on_step=(BiasWatch(),) if config.optimizer.balance_rate else (),
     )
@@ -66,6 +68,14 @@ def _base_weights(adapter: str, model: str, common: Common) -> Manifest:
             f"{adapter} is an adapter of {model}: {error.message}",
             next=f"if the base is elsewhere: --model DIR; else: {error.next}",
         ) from error
+
+
+def _packed(start: Callable[[str, Common], Manifest], config: Config, model: str, common: Common) -> Manifest:
+    """Open the starting model as one that is packed while it is loaded."""
+    from unfreeze.compress.quantize.onload import packed_on_load
+
+    assert config.quantize is not None
+    return packed_on_load(start(model, common), config.quantize, config.quantize_modules)
 
 
 def _trained(config: Config) -> Trained:

@@ -58,6 +58,10 @@ class Subject:
 
         parts, model = self.parts, self.config.model  # distill's own start also checks the teacher
         start = parts.start(model, Common(quiet=True)) if parts.new else open_checkpoint(model)
+        if (to := getattr(self.config, "quantize", None)) is not None:
+            from unfreeze.compress.quantize.onload import packed_on_load
+
+            start = packed_on_load(start, to, getattr(self.config, "quantize_modules", ()))
         return lengthened(start, self.config.rope.longer)
 
     @cached_property

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from unfreeze.checkpoint.manifest import inside
-from unfreeze.config.adapter import ROPE
+from unfreeze.config.adapter import PACKED, ROPE
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.longer import Longer
@@ -29,6 +29,7 @@ from unfreeze.report.verdict import rerun_command, verdict
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
+    from unfreeze.checkpoint.packing import OnLoad
 
 CARD = "README.md"
 ADAPTER_FOLDER, BEST = "adapter", "adapter-best"
@@ -87,6 +88,12 @@ def write_beside(
         write_file(folder / ROPE, json.dumps(rope, indent=2) + "\n")
     else:
         (folder / ROPE).unlink(missing_ok=True)  # an earlier export's
+    if manifest.on_load is not None:
+        text += _packed(manifest.on_load, base_id or hub_id(base) or Path(base).name)
+        packed = {"format": manifest.on_load.format, "modules": list(manifest.on_load.modules)}
+        write_file(folder / PACKED, json.dumps(packed) + "\n")
+    else:
+        (folder / PACKED).unlink(missing_ok=True)
     if left_out:
         text += (
             f"{reader} does not apply {', '.join(left_out)}: their adapters are left out here, so answers"
@@ -101,6 +108,16 @@ def _longer(longer: Longer) -> str:
         f"It was trained with scaled positions ({longer}). The base must be loaded so: write the fields of"
         f" `config` in {ROPE} into its config.json, or into its text_config if it has one (vLLM:"
         " --hf-overrides). `unfreeze` does so itself; `unfreeze merge` writes a checkpoint with them.\n"
+    )
+
+
+def _packed(on_load: OnLoad, base: str) -> str:
+    """Words of the card on a base that was packed while it was loaded."""
+    to, modules = on_load.format, " ".join(on_load.modules)
+    return (
+        f"It was trained against the base in {on_load.words} ({modules} packed while they were loaded)."
+        f" `unfreeze quantize {base} --to {to} --modules {modules} --out DIR` writes that base. With the base"
+        " as it was released, this is a model that was never trained.\n"
     )
 
 

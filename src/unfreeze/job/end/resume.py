@@ -23,6 +23,8 @@ _SHAPE = "it decides the shape of the trained tensors"
 FIXED = {
     "model": "the trained adapter or weights belong to this model",
     "train": _TRAINED,
+    "quantize": "the trained adapter belongs to the base as it is packed",
+    "quantize_modules": "the trained adapter belongs to the base as it is packed",
     "lora.rank": _SHAPE,
     "lora.experts_rank": _SHAPE,
     "lora.targets": _TRAINED,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from unfreeze.config.adapter import packed_as
 from unfreeze.core.command import Common
 from unfreeze.core.garbage import take_up
 from unfreeze.tracking.live import LoadProgress
@@ -86,6 +87,10 @@ def load_shown(source: str, dtype: str, device: str, common: Common, base: str =
 
     opened, manifest = open_source(source, say(common), base)
     place = pick_device(device)
+    if opened.adapter is not None and packed_as(opened.adapter) is not None:
+        from unfreeze.compress.quantize.onload import as_trained
+
+        manifest = as_trained(manifest, opened.adapter, say(common))
 
     from unfreeze.generate.model import load_opened
     from unfreeze.generate.open import dtype_of

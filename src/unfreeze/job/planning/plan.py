@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from unfreeze.config.recipes import read_resolved
 from unfreeze.config.tables import Save
 from unfreeze.config.training import TrainingConfig
-from unfreeze.core.errors import AdapterError, ConfigError, DoesNotFit
+from unfreeze.core.errors import AdapterError, ConfigError, DoesNotFit, UserError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.layout import GIB, Layout
 from unfreeze.core.process import planned_words, room_words
@@ -84,6 +84,7 @@ class Planning:
             files=bool(self.start.tensors),
             model=str(self.start.path),
             frozen=self.trained.lora is None and self.model.counts.frozen,
+            packs="" if self.start.on_load is None else self.start.on_load.command,
         )
         return layouts(self.config.place, facts)
 
@@ -147,6 +148,21 @@ class Planning:
             aside=aside,
             answers=answers,
         )
+
+
+def if_packed(planning: Planning, plan: Plan) -> list[tuple[str, str]]:
+    """Return `--quantize int4` with its bytes, if the plan does not fit and that one does."""
+    from unfreeze.compress.quantize.onload import packed_on_load
+    from unfreeze.parallel.plan.propose import if_it_fits
+
+    start = planning.start
+    if plan.fits or planning.trained.lora is None or not start.tensors or start.is_packed():
+        return []
+    try:
+        packed = replace(planning, start=packed_on_load(start, "int4"))
+    except UserError:  # a model that cannot be packed so
+        return []
+    return if_it_fits(packed.first()[1], "--quantize int4")
 
 
 def among(layout: Layout, began: str) -> Sequence[str]:
@@ -251,6 +267,7 @@ def emit_plan(
     *,
     disk: Disk | None = None,
     export: tuple[str, str] = ("vllm", ""),
+    others: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Write and show the plan. Raises DoesNotFit if it doesn't fit.
 
@@ -258,6 +275,7 @@ def emit_plan(
     predicted  ops whose kernel runs unmeasured (kernels.predicted_ops)
     disk       bytes the run writes; for a resumed run the plan adds how long a save took
     export     reader and note of export_hint
+    others     settings that would fit (propose.Proposal), beside those of the plan itself
 
     On CUDA the plan reports the allocator setting (docs/why/trust.md L2).
     """
@@ -285,7 +303,7 @@ def emit_plan(
         fields["predicted_kernels"] = list(predicted)
     write_json(folder.path / "plan.json", fields)
     folder.events.emit("plan", folder.step, **fields)
-    group.meet(lambda: refuse_if_too_large(plan))
+    group.meet(lambda: refuse_if_too_large(plan, others))
 
 
 def start_lines(
@@ -299,11 +317,13 @@ def start_lines(
     second: Second | None = None,
 ) -> list[str]:
     """The plan in three lines: model, memory, trained weights; and a line for the second model if any."""
+    from unfreeze.compress.quantize.onload import packs_line
     from unfreeze.models.from_shape import count_parameters
     from unfreeze.parallel.plan.words import all_parameters, experts_held, groups_of
 
     experts = shape.expert_words
     files = f"{decimal_bytes(start.nbytes)} in files" if start.tensors else "no weights yet"
+    files = packs_line(start) if start.on_load else files
     if not start.tensors:
         files = f"{count_parameters(model).words()}, {files}"
     if trained.lora is None:

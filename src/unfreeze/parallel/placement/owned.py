@@ -20,6 +20,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from unfreeze.checkpoint.packing import bytes_read
 from unfreeze.checkpoint.resolve import Params, Placement
 from unfreeze.checkpoint.stream import LoadStats, Progress, stream
 from unfreeze.core.dtypes import ITEMSIZE
@@ -137,6 +138,9 @@ def placement_of_experts(placement: Placement, shape: Sequence[int], rows: Rows)
         )
     if placement.expected is not None:  # values for a whole stack: one process compares them
         return placement if rows.first == 0 else None
+    if info.packed_from is not None and info.packed_from.experts == rows.of:
+        part = replace(info, packed_from=info.packed_from.of_experts(rows.first, rows.last))
+        return replace(placement, info=part, start=0, stop=len(rows) * row)
     if placement.parse is not None or info.shape[:1] != (rows.of,):
         raise ValueError(f"{info.name} {list(info.shape)} cannot be cut into {rows.of} experts")
     count = info.nbytes // ITEMSIZE[info.dtype] // rows.of
@@ -148,15 +152,21 @@ def divide(placements: Sequence[Placement], weights: Sequence[float]) -> list[li
     """Cut the placements, in file order, into parts of bytes proportional to the weights.
 
     A tensor that is copied as is can be cut at any element, a transposed stack between matrices. What is
-    compared or parsed stays whole.
+    compared, parsed or packed stays whole, and a packed weight's parts together.
     """
     parts: list[list[Placement]] = [[] for _ in weights]
     total, sum_ = _nbytes(placements), sum(weights) or 1.0
     ends = [round(total * sum(weights[: i + 1]) / sum_) for i in range(len(weights))]
     ends[-1] = total
     part = done = 0
-    for placement in sorted(placements, key=lambda p: (p.info.file, p.info.offset)):
+    for placement in sorted(placements, key=lambda p: (p.info.file, p.info.offset, not bytes_read(p))):
         info, itemsize = placement.info, ITEMSIZE[placement.info.dtype]
+        if info.packed_from is not None:
+            while part < len(parts) - 1 and done >= ends[part] and bytes_read(placement):
+                part += 1
+            parts[part].append(placement)
+            done += bytes_read(placement)
+            continue
         numel = info.nbytes // itemsize
         step = _step(placement)
         first = 0
@@ -282,4 +292,4 @@ def _buckets(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _nbytes(placements: Sequence[Placement]) -> int:
-    return sum(placement.info.nbytes for placement in placements)
+    return sum(map(bytes_read, placements))

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from unfreeze.checkpoint.packing import bytes_read
 from unfreeze.checkpoint.resolve import Params, Placement
 from unfreeze.checkpoint.stream import Progress
 from unfreeze.core.dtypes import ITEMSIZE
@@ -184,9 +185,13 @@ def rest_of(layout: Layout, placements: Sequence[Placement], size: int) -> Rest:
     part = part_bytes(layout_bytes(layout), size)
     reads: list[list[Placement]] = [[] for _ in range(size)]
     shared_reads: list[list[Placement]] = [[] for _ in range(size)]
+    packs: dict[tuple[object, int], int] = {}
     for placement in placements:
-        if placement.parse is not None or placement.transposed or placement.alias:
+        packing = placement.info.packed_from
+        if packing is not None or placement.parse is not None or placement.transposed or placement.alias:
             least = min(range(size), key=lambda rank: _nbytes(reads[rank]))
+            if packing is not None:  # one process packs a matrix, and has all of its parts
+                least = packs.setdefault((packing.source.file, packing.source.offset), least)
             reads[least].append(placement)
             shared_reads[least].append(placement)
             continue
@@ -210,4 +215,4 @@ def read_by(rests: Sequence[Rest]) -> list[int]:
 
 
 def _nbytes(placements: Sequence[Placement]) -> int:
-    return sum(placement.info.nbytes for placement in placements)
+    return sum(map(bytes_read, placements))

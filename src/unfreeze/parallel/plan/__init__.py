@@ -25,6 +25,7 @@ import torch
 
 from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest
+from unfreeze.checkpoint.packing import packing_bytes
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.layout import GIB, RESIDENT, Layout
 from unfreeze.kernels.linear_cross_entropy import block_cost
@@ -100,9 +101,8 @@ def model_of(
     """Build the model on meta and measure it; for Kimi-K2's size this takes a second."""
     as_stored = lora is not None and device.type == "cpu"
     model = models.meta_model(shape, manifest, dtype, as_stored=as_stored)
-    return PlannedModel(
-        shape, lora, dtype, device, counts(model), measure_sizes(model, lora, device.type), model
-    )
+    sizes = replace(measure_sizes(model, lora, device.type), packing=packing_bytes(manifest))
+    return PlannedModel(shape, lora, dtype, device, counts(model), sizes, model)
 
 
 def plan_here(

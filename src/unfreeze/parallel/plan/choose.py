@@ -54,6 +54,7 @@ class PlanRequest:
     waiting     maximum share of a step spent waiting for transfers
     aside       tokens of a device's micro-batch -> the second model's cost; None: there is none
     second_rates  measured on this machine for that model; None: the same as for the trained one
+    packs       as Facts.packs
     """
 
     work: Work
@@ -65,6 +66,7 @@ class PlanRequest:
     waiting: float = WAITING
     aside: Callable[[int], Aside] | None = None
     second_rates: Rates | None = None
+    packs: str = ""
 
 
 @dataclass(frozen=True)
@@ -427,13 +429,14 @@ def _trained(sizes: Sizes, counts: Counts, work: Work, split: int) -> dict[str, 
 def _layouts(counts: Counts, fleet: Fleet, request: PlanRequest) -> Iterator[Layout]:
     """Yield every layout that this fleet can have."""
     recomputes = request.recomputes if request.wish.recompute == "auto" else (request.wish.recompute,)
-    for layout in layouts(request.wish, facts_of(fleet, counts, every_weight=request.work.rank is None)):
+    facts = facts_of(fleet, counts, every_weight=request.work.rank is None, packs=request.packs)
+    for layout in layouts(request.wish, facts):
         layout = with_buffers(layout, counts, fleet)
         if layout is not None:
             yield from (layout.but(recompute=recompute) for recompute in recomputes)
 
 
-def facts_of(fleet: Fleet, counts: Counts, *, every_weight: bool) -> Facts:
+def facts_of(fleet: Fleet, counts: Counts, *, every_weight: bool, packs: str = "") -> Facts:
     """Return the facts that determine possible layouts, for machines that may not be here."""
     splits = {1, fleet.count, PER_HOST if fleet.count % PER_HOST == 0 else 1}
     return Facts(
@@ -446,6 +449,7 @@ def facts_of(fleet: Fleet, counts: Counts, *, every_weight: bool) -> Facts:
         host=fleet.host > 0,
         unbuilt=True,
         frozen=counts.frozen,
+        packs=packs,
     )
 
 

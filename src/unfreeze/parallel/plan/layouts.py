@@ -31,6 +31,7 @@ class Facts:
     more          the flag that gives a run more processes
     host          True if there is host memory beside the device's
     unbuilt       True to include layouts that no run can have yet
+    packs         if weights are packed while they are loaded: the command that writes them packed
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Facts:
     host: bool = True
     unbuilt: bool = False
     frozen: bool = False
+    packs: str = ""
 
 
 def layouts(wish: Layout, facts: Facts) -> list[Layout]:
@@ -98,8 +100,14 @@ def _experts(wish: Layout, facts: Facts) -> list[str]:
         return ["device"]
     if facts.every_weight:
         return ["device"]
+    if facts.packs and wish.experts == "disk":
+        raise ConfigError(
+            "place.experts is disk, but quantize packs the experts while they are loaded: disk has none so",
+            next=f"{facts.packs} --out DIR, and --model DIR",
+        )
     if wish.experts == "auto":
-        return ["device", *["host"] * (facts.kind == "cuda" and facts.host), "disk"]
+        on_disk = ["disk"] * (not facts.packs)
+        return ["device", *["host"] * (facts.kind == "cuda" and facts.host), *on_disk]
     if facts.unbuilt and facts.kind == "cpu" and wish.experts == "host":
         _refuse_host("experts", facts)
     return [wish.experts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from unfreeze.core.errors import DoesNotFit
@@ -25,8 +25,11 @@ Proposal = tuple[str, str]
 LARGER = "use a machine with more memory, a smaller checkpoint, or one in 4 bits"
 
 
-def refuse_if_too_large(plan: Plan) -> None:
-    """Raise DoesNotFit with the arithmetic and with settings that fit."""
+def refuse_if_too_large(plan: Plan, others: Sequence[Proposal] = ()) -> None:
+    """Raise DoesNotFit with the arithmetic and with settings that fit.
+
+    others: further settings, proposed first.
+    """
     if plan.fits:
         return
     parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in plan.terms.items() if size)
@@ -36,7 +39,7 @@ def refuse_if_too_large(plan: Plan) -> None:
     arithmetic = f"peak {peak}, {usable} usable on {plan.hardware.name}{within}: {parts}"
     if plan.load > plan.training:
         arithmetic += f"; loading alone takes {format_bytes(plan.load)}"
-    fits = what_fits(plan)
+    fits = [*others, *what_fits(plan)]
     if not fits:
         raise DoesNotFit(
             f"{arithmetic}. No number of tokens and no rank fits: the base alone is"
@@ -61,20 +64,21 @@ def what_fits(plan: Plan) -> list[Proposal]:
 
     # offloaded experts, loaded layer by layer
     if layout.experts == "device" and plan.sizes.streamed and rank is not None:
-        for place in ("host", "disk") if plan.hardware.kind == "cuda" else ("disk",):
+        places = ["host"] * (plan.hardware.kind == "cuda") + ["disk"] * (not plan.sizes.packing)
+        for place in places:
             elsewhere = replanned(plan, layout.but(experts=place))
-            proposals += _if_it_fits(elsewhere, f"--place.experts {place}")
+            proposals += if_it_fits(elsewhere, f"--place.experts {place}")
 
     # layer inputs in host memory
     if plan.hardware.kind == "cuda" and rank is not None and layout.boundary == "device":
         elsewhere = replanned(plan, layout.but(boundary="host"))
         if elsewhere.layout.boundary_leaves:
-            proposals += _if_it_fits(elsewhere, "--place.boundary host")
+            proposals += if_it_fits(elsewhere, "--place.boundary host")
 
     # the adapters' moments in host memory
     if plan.hardware.kind == "cuda" and rank is not None and layout.optimizer == "device":
         elsewhere = replanned(plan, layout.but(optimizer="host"))
-        proposals += _if_it_fits(
+        proposals += if_it_fits(
             elsewhere, "--place.optimizer host", "the moments of the adapters in host memory"
         )
 
@@ -84,12 +88,12 @@ def what_fits(plan: Plan) -> list[Proposal]:
         fewer = _largest(most, lambda count: fits_with_margin(replanned(plan, layout.but(keep_layers=count))))
         if 0 < fewer < most:
             with_fewer = replanned(plan, layout.but(keep_layers=fewer))
-            proposals += _if_it_fits(with_fewer, f"--place.keep-layers {fewer}")
+            proposals += if_it_fits(with_fewer, f"--place.keep-layers {fewer}")
 
     # more recomputation
     for mode in LESS[layout.recompute]:
         less = replanned(plan, layout.but(recompute=mode))
-        proposals += _if_it_fits(less, f"--place.recompute {mode}")
+        proposals += if_it_fits(less, f"--place.recompute {mode}")
 
     # fewer tokens at once, a lower rank, finally both
     for start in _starts(plan):
@@ -97,7 +101,7 @@ def what_fits(plan: Plan) -> list[Proposal]:
     if rank is not None:
         lower = _largest(rank, lambda value: fits_with_margin(_with_rank(plan, value)))
         if lower:
-            proposals += _if_it_fits(_with_rank(plan, lower), f"--lora.rank {lower}")
+            proposals += if_it_fits(_with_rank(plan, lower), f"--lora.rank {lower}")
         if not proposals:
             for start in _starts(plan):
                 one = _Start(_with_rank(start.plan, 1), f"{start.flags}--lora.rank 1 ")
@@ -139,12 +143,12 @@ def _fewer_tokens(start: _Start) -> list[Proposal]:
     for more in sorted({2, 3, step // (with_sums + 1) + 1}):
         cut = replanned(plan, tokens=step // more, micro_batches=more)
         if more > parts and step // more >= MIN_TOKENS and not proposals:
-            proposals += _if_it_fits(
+            proposals += if_it_fits(
                 cut, f"{start.flags}--micro-batches {more}", f"{step // more:,} tokens each, "
             )
 
     smaller = replanned(plan, tokens=tokens)
-    return proposals + _if_it_fits(smaller, f"{start.flags}--tokens-per-step {tokens * parts}")
+    return proposals + if_it_fits(smaller, f"{start.flags}--tokens-per-step {tokens * parts}")
 
 
 def _with_rank(plan: Plan, rank: int) -> Plan:
@@ -155,7 +159,7 @@ def _with_rank(plan: Plan, rank: int) -> Plan:
     return replanned(plan, rank=rank, experts_rank=scaled)
 
 
-def _if_it_fits(plan: Plan, flags: str, what: str = "") -> list[Proposal]:
+def if_it_fits(plan: Plan, flags: str, what: str = "") -> list[Proposal]:
     """Return the plan as a proposal, or none. what: text to print beside its bytes."""
     return [(flags, f"{flags} ({what}{format_bytes(plan.total)})")] if fits_with_margin(plan) else []
 

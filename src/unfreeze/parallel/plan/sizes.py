@@ -55,6 +55,7 @@ class Sizes:
     matrices        weights of the hidden layers' matrices: those that Muon moves (models/matrices.py)
     orthogonal      bytes of Muon's workspace at its largest matrix or stack
     orthogonal_flop of its orthogonalisation of all
+    packing         bytes beside the model while its weights are packed as they are loaded; 0: none are
     come_whole      True if a layer's experts cannot be loaded in groups
     num_experts, experts_per_token, expert_width   of a layer of the whole model
     """
@@ -97,6 +98,7 @@ class Sizes:
     expert_width: int = 0
     largest_layer: int = 0
     ends: int = 0
+    packing: int = 0
     matrices: int = 0
     orthogonal: int = 0
     orthogonal_flop: int = 0

@@ -3,7 +3,7 @@
 Peak = what stays (base, adapter, optimizer, workspaces) + what a step holds at its worst moment: the loss,
 the last layer's backward or the first layer's. From layer to layer, boundary activations and saved
 activations are freed while gradients are added (see `_moments`).
-Loading happens at another time: the base and a read buffer per thread.
+Loading happens at another time: the base, a read buffer per thread, and a matrix that is packed.
 
 T tokens of a micro-batch, D model width, V vocabulary, N rows of a block of logits.
 """
@@ -217,7 +217,7 @@ def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
             "attention workspace": _attention(sizes, work, hardware.kind),
         },
         beside={name: size for name, size in beside.items() if size > worst.get(name, 0)},
-        load=base + second + buffers + gathered + LOAD_BUFFERS,
+        load=base + second + buffers + gathered + LOAD_BUFFERS + sizes.packing,
         usable=int(hardware.available * USABLE),
         avoided=sizes.expanded - sizes.base,
         adapter_parameters=sizes.adapter_parameters(work.rank, work.experts_rank),
