@@ -6,7 +6,7 @@ T tokens, K experts per token, E experts, D model width, I expert width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,21 @@ class ExpertAdapter(Protocol):
     """Adapter of the E experts of a layer; a module, so that its parameters are registered."""
 
     def factors(self) -> ExpertFactors: ...
+
+
+@runtime_checkable
+class WholeExpertAdapter(Protocol):
+    """Adapter whose update depends on the weights: it computes the experts' whole output."""
+
+    def output(
+        self,
+        experts: Experts,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        reuse: Reuse | None,
+        gate_up_bias: Tensor | None,
+    ) -> Tensor: ...
 
 
 class Dispatch(Protocol):
@@ -191,6 +206,8 @@ class Experts(nn.Module):
         """add + the experts' output; scales_input: the weight scales an expert's input."""
         if self.dispatch is not None:
             raise CannotRecord("experts that are not all here")
+        if isinstance(self.adapter, WholeExpertAdapter):
+            raise CannotRecord("experts whose adapter needs the weights")
         act = self.activation
         if self.before == 1:
             raise CannotRecord("experts without a gate")
@@ -234,6 +251,9 @@ class Experts(nn.Module):
         reuse: Reuse | None,
         gate_up_bias: Tensor | None,
     ) -> Tensor:
+        if isinstance(self.adapter, WholeExpertAdapter):
+            return self.adapter.output(self, x_TD, ids_TK, weights_TK, reuse, gate_up_bias)
+
         def compute(x: Tensor, ids: Tensor, weights: Tensor, factors: ExpertFactors | None) -> Tensor:
             return expert_mlp(
                 x,
