@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from unfreeze.adapters import load_adapter, sites
 from unfreeze.adapters.merge_aware import RoundedExperts, RoundedLowRank, begin, matrix
@@ -13,6 +19,13 @@ from unfreeze.generate.open import open_model
 from unfreeze.job.merge_aware import adapted_of, roundings_of
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.quant.mxfp4 import Mxfp4
+from unfreeze.quant.nvfp4 import Nvfp4
+
+AT = Path(__file__).parents[1] / "models" / "packers.py"
+SPEC = importlib.util.spec_from_file_location("packers", AT)
+packers = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(packers)
 
 CASES = [
     ("int4", "int4", "refit"),
@@ -22,6 +35,44 @@ CASES = [
     ("moe", "int4", "refit"),
     ("llama", "int4", "refit"),
 ]
+
+
+NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+}
+NF4_PACKER = partial(packers.bits4, kind="nf4", block=64, dtype=torch.bfloat16, double=True)
+
+
+def group(name: str, **weights) -> dict:
+    weights |= {"num_bits": 4, "type": "float", "symmetric": True}
+    own = {"targets": ["Linear"], "weights": weights, "format": name}
+    return {"quant_method": "compressed-tensors", "format": name, "config_groups": {"group_0": own}}
+
+
+PACKED = {
+    "nvfp4": (
+        group("nvfp4-pack-quantized", strategy="tensor_group", group_size=16),
+        lambda weight: Nvfp4().quantize(weight),
+    ),
+    "mxfp4": (group("mxfp4-pack-quantized", strategy="group", group_size=32), lambda w: Mxfp4().quantize(w)),
+    "nf4": (NF4, lambda weight: NF4_PACKER(weight)[0]),
+}
+
+
+def packed(name: str, base: Path, merging, folder: Path) -> Path:
+    """A mixture with all its linear layers in that format."""
+    table, packer = PACKED[name]
+    tensors = {}
+    for key, tensor in {
+        k: t for file in base.glob("*.safetensors") for k, t in load_file(file).items()
+    }.items():
+        parts = packer(tensor.float()) if key.endswith("_proj.weight") else {"weight": tensor}
+        tensors |= {key.removesuffix("weight") + part: value for part, value in parts.items()}
+    config = json.loads((base / "config.json").read_text())
+    return merging.sharded(folder, tensors, config | {"quantization_config": table})
 
 
 def aware(base, adapter, merge_aware, scales):
@@ -65,13 +116,42 @@ def stored(folder, names) -> dict[str, torch.Tensor]:
     return {name: matrix_of(name) for name in names}
 
 
+def others(base, folder, out, merge_aware, scales, merging) -> tuple[int, list[str]]:
+    """(number of rounded weights, those that the merged folder has otherwise)."""
+    used = weights(aware(base, folder, merge_aware, scales))
+    merging.run(base, folder, out, "int4" if merge_aware == "int4" else "same", scales)
+    merged = stored(out, used)
+    return len(used), [name for name in used if not torch.equal(used[name], merged[name])]
+
+
 @pytest.mark.parametrize("base, merge_aware, scales", CASES)
 def test_the_merged_folder_holds_the_weights_of_the_forward_pass_bit_for_bit(
     base, merge_aware, scales, bases, adapter, merging, tmp_path
 ):
-    folder, _ = adapter(base)
-    used = weights(aware(bases[base], folder, merge_aware, scales))
-    to = "int4" if merge_aware == "int4" else "same"
-    merging.run(bases[base], folder, tmp_path / "out", to, scales)
-    merged = stored(tmp_path / "out", used)
-    assert used and [name for name in used if not torch.equal(used[name], merged[name])] == []
+    count, differ = others(bases[base], adapter(base)[0], tmp_path / "out", merge_aware, scales, merging)
+    assert count and differ == []
+
+
+@pytest.mark.parametrize(
+    "name, scales", [("nvfp4", "refit"), ("nvfp4", "keep"), ("mxfp4", "keep"), ("nf4", "refit")]
+)
+def test_so_do_formats_whose_gate_and_up_are_rounded_apart(name, scales, bases, merging, tmp_path):
+    base = packed(name, bases["moe"], merging, tmp_path / "base")
+    folder = merging.adapter_for(base, tmp_path / "adapter", size=0.1)
+    count, differ = others(base, folder, tmp_path / "out", name, scales, merging)
+    assert count == 2 * (4 + 2) and differ == []
+
+
+PLANTED = {
+    "not rounded": lambda base, change, scales, out: out.copy_(base.dequantize() + change),
+    "the base's scales": lambda base, change, scales, out: IN_PLACE(base, change, "keep", out),
+    "the base": lambda base, change, scales, out: out.copy_(base.dequantize()),
+}
+IN_PLACE = matrix._in_place
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_control_arm_another_rounding_is_seen(fault, bases, adapter, merging, tmp_path, monkeypatch):
+    monkeypatch.setattr(matrix, "_in_place", PLANTED[fault])
+    count, differ = others(bases["int4"], adapter("int4")[0], tmp_path / "out", "int4", "refit", merging)
+    assert count == len(differ) > 0
