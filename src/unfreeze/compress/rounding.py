@@ -26,7 +26,7 @@ from unfreeze.core.errors import CheckpointError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.quant.codec import Codec, Texted, kept_suffixes
 from unfreeze.quant.kept import can_keep, kept, refitted
-from unfreeze.quant.requantize import Scales, row_blocks
+from unfreeze.quant.requantize import Scales, below, row_blocks
 
 PLAIN = "BF16"  # the format that --to bf16 writes
 
@@ -174,7 +174,7 @@ def _requantized(
         chosen.append(ways[scales][0])
     whole = chosen[0]
     if len(chosen) > 1:
-        whole = {suffix: _below([block[suffix] for block in chosen]) for suffix in whole}
+        whole = {suffix: below([block[suffix] for block in chosen]) for suffix in whole}
     wanted = _norm(change)
     return whole, {
         way: Rounded(
@@ -182,11 +182,6 @@ def _requantized(
         )
         for way, (square, dot, anew) in sums.items()
     }
-
-
-def _below(blocks: list[Tensor]) -> Tensor:
-    """Tensors concatenated by rows, for any dtype."""
-    return torch.cat([block.contiguous().view(torch.uint8) for block in blocks]).view(blocks[0].dtype)
 
 
 def _rounded(

@@ -170,5 +170,7 @@ def begins(lora: LoraConfig) -> str:
     """Words for the plan's line on what is trained; "" for ordinary LoRA."""
     if not lora.merge_aware:
         return ""
-    start = f"from {100 * lora.merge_aware_from:g} % of the steps on" if lora.merge_aware_from else "throughout"
+    start = (
+        f"from {100 * lora.merge_aware_from:g} % of the steps on" if lora.merge_aware_from else "throughout"
+    )
     return f", rounded as merged ({lora.merge_aware}, {lora.merge_aware_scales} scales) {start}"

@@ -8,7 +8,7 @@ Shapes: W [out, in]; parts as in the codec.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from unfreeze.quant.codec import ByRows, Codec
@@ -45,3 +45,12 @@ def row_blocks(
             yield first, last, codec.rows(stored, first, last)
         else:  # INT4: every part has a row for each row of W
             yield first, last, {suffix: part[first:last] for suffix, part in stored.items()}
+
+
+def below(blocks: Sequence[Tensor]) -> Tensor:
+    """Parts of rows, one below the other, for any dtype."""
+    import torch
+
+    if len(blocks) == 1:
+        return blocks[0]
+    return torch.cat([block.contiguous().view(torch.uint8) for block in blocks]).view(blocks[0].dtype)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +17,14 @@ from unfreeze.adapters.merge_aware.linear import RoundedLowRank
 from unfreeze.adapters.merge_aware.matrix import Rounding, rounded
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.decoder import Decoder
 from unfreeze.models.targets import candidates
 
 Roundings = Mapping[tuple[str, str], Rounding]
 """(site, projection; "" of a linear layer) -> the rounding of its matrices, adapted or not."""
 
 
-def begin(model: nn.Module, roundings: Roundings) -> int:
+def begin(model: Decoder, roundings: Roundings) -> int:
     """Train through the rounding from here on -> the number of rounded projections. Twice is as once.
 
     A projection without an adapter is rounded now, for good: it changes no more.
@@ -48,7 +51,18 @@ def begin(model: nn.Module, roundings: Roundings) -> int:
             place = candidate.name, projection
             if place in roundings and place not in adapted and module.codec is None:
                 _round_base(module.weight, roundings[place])
+    model.while_looking = [partial(_looked_at, model)]
     return len(adapted & roundings.keys())
+
+
+@contextmanager
+def _looked_at(model: nn.Module) -> Iterator[None]:
+    """Context in which generation keeps the rounded codes."""
+    with ExitStack() as stack:
+        for site in sites(model):
+            if isinstance(site.adapter, (RoundedLowRank, RoundedExperts)):
+                stack.enter_context(site.adapter.codes.look())
+        yield
 
 
 @torch.no_grad()
@@ -56,4 +70,4 @@ def _round_base(weight: Tensor, rounding: Rounding) -> None:
     """W = Q(W), one matrix at a time."""
     rounding = replace(rounding, halves=rounding.halves and weight.dim() == 3)
     for matrix in weight if weight.dim() == 3 else weight[None]:
-        rounded(matrix.clone(), torch.zeros(matrix.shape, device=matrix.device), rounding, matrix)
+        rounded(matrix, torch.zeros(matrix.shape, device=matrix.device), rounding, matrix)

@@ -6,14 +6,16 @@ E experts, D model width, I expert width; [N, M] a matrix, [2I, D] or [D, I].
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unfreeze.adapters.lora import ExpertLowRank
-from unfreeze.adapters.merge_aware.matrix import Rounding, product, rounded
+from unfreeze.adapters.merge_aware.codes import FEW, Kept
+from unfreeze.adapters.merge_aware.matrix import Rounding, product, rounded, rounded_codes
+from unfreeze.kernels.expert_mlp import ExpertFactors, expert_mlp
 from unfreeze.kernels.expert_mlp.straight import straight_expert_mlp
 from unfreeze.kernels.expert_mlp.workspace import Computed
 from unfreeze.kernels.recompute import Reuse
@@ -45,6 +47,12 @@ class RoundedStack(Computed):
         for position, expert in enumerate(experts):
             rounded(self.base[expert], self.change(expert), self.rounding, out[position])
 
+    def codes(self) -> Packed:
+        """All of it, in its format."""
+        every = [rounded_codes(self.base[e], self.change(e), self.rounding) for e in range(self.shape[0])]
+        names = every[0].parts
+        return Packed(every[0].codec, {n: torch.stack([own.parts[n] for own in every]) for n in names})
+
     def change(self, expert: int) -> Tensor:
         """ΔW float32 [N, M]."""
         A, B = self.A[expert], self.B[expert]
@@ -69,6 +77,7 @@ class RoundedExperts(ExpertLowRank):
         self.scale, self.down_scale = adapter.scale, adapter.down_scale
         self.gate_up_A, self.gate_up_B = adapter.gate_up_A, adapter.gate_up_B
         self.down_A, self.down_B = adapter.down_A, adapter.down_B
+        self.codes: Kept[tuple[Tensor | Packed, Tensor | Packed]] = Kept()
 
     def output(
         self,
@@ -80,6 +89,20 @@ class RoundedExperts(ExpertLowRank):
         gate_up_bias: Tensor | None,
     ) -> Tensor:
         """The experts' whole output (models/blocks/experts.py: WholeExpertAdapter)."""
+        if ids_TK.numel() <= FEW * len(experts.held) and (kept := self.kept(experts)) is not None:
+            gate_up, down, factors = kept
+            return expert_mlp(
+                x_TD,
+                ids_TK,
+                weights_TK,
+                gate_up,
+                down,
+                factors,
+                impl=experts.impl,
+                reuse=reuse,
+                activation=experts.activation,
+                gate_up_bias=gate_up_bias,
+            )
         return straight_expert_mlp(
             x_TD,
             ids_TK,
@@ -91,8 +114,29 @@ class RoundedExperts(ExpertLowRank):
             gate_up_bias,
         )
 
+    def kept(self, experts: Experts) -> tuple[Tensor | Packed, Tensor | Packed, ExpertFactors] | None:
+        """Ŵ of gate_up and down and the factors of what is not rounded, for a pass that is only looked at."""
+        if not self.codes.wanted:
+            return None
+
+        def compute() -> tuple[Tensor | Packed, Tensor | Packed]:
+            gate_up, down = (
+                weight.codes() if isinstance(weight, RoundedStack) else weight
+                for weight in self.merged(experts)
+            )
+            return gate_up, down
+
+        own = (self.gate_up_A, self.gate_up_B, self.down_A, self.down_B)
+        weights = self.codes.get(own, (self.scale, self.down_scale), compute)
+        none: dict[str, Any] = {}
+        if experts.first in self.roundings:
+            none |= {"gate_up_A": None, "gate_up_B": None}
+        if "down_proj" in self.roundings:
+            none |= {"down_A": None, "down_B": None}
+        return *weights, replace(self.factors(), **none)
+
     def merged(self, experts: Experts) -> tuple[Any, Any]:
-        """Ŵ of gate_up and of down: RoundedStack, or the base's weight of a projection that is not rounded."""
+        """Ŵ of gate_up and down: a RoundedStack, or the base's weight if it is not rounded."""
         gate_up, down = experts.gate_up_proj.value(), experts.down_proj.value()
         first, second = self.roundings.get(experts.first), self.roundings.get("down_proj")
         both = experts.activation if experts.before > 1 else None

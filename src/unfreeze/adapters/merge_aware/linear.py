@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unfreeze.adapters.lora import LowRank
-from unfreeze.adapters.merge_aware.matrix import Rounding, product, rounded
+from unfreeze.adapters.merge_aware.codes import FEW, Kept
+from unfreeze.adapters.merge_aware.matrix import Rounding, product, rounded, rounded_codes
+from unfreeze.kernels.expand import expand
 from unfreeze.kernels.recompute import Reuse, compute_now
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.saved import Skip
@@ -26,18 +28,36 @@ class RoundedLowRank(LowRank):
         nn.Module.__init__(self)
         self.rank, self.scale, self.rounding = adapter.rank, adapter.scale, rounding
         self.A, self.B = adapter.A, adapter.B
+        self.codes: Kept[Packed] = Kept()
 
     def output(self, linear: Linear, x_TI: Tensor, reuse: Reuse | Skip | None) -> Tensor:
         """The layer's whole output (models/blocks/linear.py: WholeAdapter)."""
-        base = linear.weight if linear.codec is None else linear.packed
+        if x_TI.shape[:-1].numel() <= FEW and (packed := self.kept(linear)) is not None:
+            out = torch.empty(packed.shape, dtype=x_TI.dtype, device=x_TI.device)
+            return F.linear(x_TI, expand(packed, None, out), linear.bias)
+        base = _base(linear)
         y_TO = _Straight.apply(
             x_TI, self.A, self.B, self.scale, base, self.rounding, compute_now if reuse is None else reuse
         )
         return y_TO if linear.bias is None else y_TO + linear.bias
 
+    def kept(self, linear: Linear) -> Packed | None:
+        """Ŵ in its format, for a pass that is only looked at; else None."""
+        if not self.codes.wanted:
+            return None
+
+        def compute() -> Packed:
+            return rounded_codes(_base(linear), product(self.A, self.B, self.scale), self.rounding)
+
+        return self.codes.get((self.A, self.B), (self.scale,), compute)
+
     def merged(self, base: Tensor | Packed, dtype: torch.dtype) -> Tensor:
         """Ŵ [out, in]."""
         return _merged(base, self.A, self.B, self.scale, self.rounding, dtype)
+
+
+def _base(linear: Linear) -> Tensor | Packed:
+    return linear.weight if linear.codec is None else linear.packed
 
 
 def _merged(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from unfreeze.quant.codec import Codec, Packed
-from unfreeze.quant.halves import Halves
-from unfreeze.quant.requantize import Scales, requantized, row_blocks
+from unfreeze.quant.halves import HALVES, Halves, stacked
+from unfreeze.quant.requantize import Scales, below, requantized, row_blocks
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,37 @@ def rounded(base: Tensor | Packed, change: Tensor, rounding: Rounding, out: Tens
         else:
             _into(half, delta, rounding.to, place)
     return out
+
+
+def rounded_codes(base: Tensor | Packed, change: Tensor, rounding: Rounding) -> Packed:
+    """Q(W + ΔW) as the parts of its format; `rounded` has the same numbers. change is overwritten."""
+    if rounding.to is not None:
+        codec = stacked(rounding.to, *change.shape) if rounding.halves else rounding.to
+        w = change.add_((base.dequantize() if isinstance(base, Packed) else base).float())
+        return Packed(codec, codec.quantize(w))
+    assert isinstance(base, Packed)
+    own = [
+        _parts_in_place(half, delta, rounding.scales)
+        for half, delta, _ in _halves(base, change, change, rounding.halves)
+    ]
+    if isinstance(base.codec, Halves):
+        named = zip(HALVES, own, strict=True)
+        return Packed(
+            base.codec, {f"{half}{suffix}": part for half, of in named for suffix, part in of.items()}
+        )
+    return Packed(base.codec, {suffix: below([parts[suffix] for parts in own]) for suffix in own[0]})
+
+
+def _parts_in_place(base: Packed, change: Tensor, scales: Scales) -> dict[str, Tensor]:
+    """The parts of Q in W's own format."""
+    if not change.any():
+        return dict(base.parts)
+    codec = base.codec
+    blocks = [
+        requantized(codec, change[first:last].add_(codec.dequantize(parts).float()), parts, scales)
+        for first, last, parts in row_blocks(codec, *change.shape, base.parts)
+    ]
+    return {suffix: below([block[suffix] for block in blocks]) for suffix in blocks[0]}
 
 
 def _halves(

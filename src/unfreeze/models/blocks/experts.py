@@ -95,6 +95,10 @@ class WholeExpertAdapter(Protocol):
         gate_up_bias: Tensor | None,
     ) -> Tensor: ...
 
+    def kept(self, experts: Experts) -> tuple[Tensor | Packed, Tensor | Packed, ExpertFactors] | None:
+        """The changed weights, and factors beside them, which a recorded step reads; None: it has none."""
+        ...
+
 
 class Dispatch(Protocol):
     """Sends rows to the processes that hold their experts and brings the results back.
@@ -206,8 +210,12 @@ class Experts(nn.Module):
         """add + the experts' output; scales_input: the weight scales an expert's input."""
         if self.dispatch is not None:
             raise CannotRecord("experts that are not all here")
+        gate_up, down = self.gate_up_proj.value(), self.down_proj.value()
+        factors = None if self.adapter is None else self.adapter.factors()
         if isinstance(self.adapter, WholeExpertAdapter):
-            raise CannotRecord("experts whose adapter needs the weights")
+            if (kept := self.adapter.kept(self)) is None:
+                raise CannotRecord("experts whose adapter needs the weights")
+            gate_up, down, factors = kept
         act = self.activation
         if self.before == 1:
             raise CannotRecord("experts without a gate")
@@ -215,15 +223,14 @@ class Experts(nn.Module):
             raise CannotRecord(f"a clamped SwiGLU that adds {act.added:g}")
         kind = ACTIVATIONS[act.kind]
         numbers = (act.alpha, act.limit) if isinstance(act, ClampedSwiGLU) else (0.0, 0.0)
-        factors = None if self.adapter is None else self.adapter.factors()
         if (each := self.each) is not None:
             factors = each.recorded()
         return record_experts(
             to.program,
             x,
             routed,
-            self.gate_up_proj.value(),
-            self.down_proj.value(),
+            gate_up,
+            down,
             factors,
             gated=Gated(kind, *numbers, act.interleaved),
             biases=self.biases(),
