@@ -166,6 +166,30 @@ class MergeAware:
         begin(model, roundings_of(self._lora, self._manifest, model, adapted_of(model)))
 
 
+def merge_flags(record: Mapping[str, Any]) -> str:
+    """Flags of `unfreeze merge` that write what a run with this record trained; "" for ordinary LoRA."""
+    if not (merge_aware := record.get("lora.merge_aware")):
+        return ""
+    scales = record.get("lora.merge_aware_scales", "refit")
+    return f"--to {'int4' if merge_aware == 'int4' else 'same'}" + (
+        " --scales keep" if scales == "keep" else ""
+    )
+
+
+def other_merge(record: Mapping[str, Any], to: str, scales: str, *, packed: bool) -> str:
+    """A warning if a merge writes other weights than such a run trained; "" if it does not.
+
+    packed: the base is quantized.
+    """
+    merge_aware = record.get("lora.merge_aware")
+    if not merge_aware:
+        return ""
+    same = to == "same" if packed and merge_aware != "int4" else to == "int4" or (packed and to == "same")
+    if same and scales == record.get("lora.merge_aware_scales", "refit"):
+        return ""
+    return f"this run was trained for another merge: {merge_flags(record)}"
+
+
 def begins(lora: LoraConfig) -> str:
     """Words for the plan's line on what is trained; "" for ordinary LoRA."""
     if not lora.merge_aware:
