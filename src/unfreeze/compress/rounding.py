@@ -161,7 +161,7 @@ def _requantized(
     """
     chosen: list[dict[str, Tensor]] = []
     sums: dict[str, list[float]] = {}
-    for first, last, parts in row_blocks(codec, *W.shape, stored):
+    for first, last, parts in row_blocks(codec, W.shape, stored):
         w, delta = W[first:last], change[first:last]
         fresh = refitted(codec, w + delta, parts)
         ways: dict[str, tuple[dict[str, Tensor], int]] = {"refit": (fresh, 0)}

@@ -31,9 +31,10 @@ def requantized(
 
 
 def row_blocks(
-    codec: Codec, rows: int, columns: int, stored: Mapping[str, Tensor]
+    codec: Codec, shape: Sequence[int], stored: Mapping[str, Tensor]
 ) -> Iterator[tuple[int, int, Mapping[str, Tensor]]]:
     """(first row, last, their parts), of some 2^19 weights; all rows if one scale covers all."""
+    rows, columns = shape
     at = codec.rows_at if isinstance(codec, ByRows) else 1
     if not by_rows(codec) or not isinstance(codec, (ByRows, Int4)):
         yield 0, rows, stored

@@ -51,9 +51,9 @@ def rounded_codes(base: Tensor | Packed, change: Tensor, rounding: Rounding) -> 
         w = change.add_((base.dequantize() if isinstance(base, Packed) else base).float())
         return Packed(codec, codec.quantize(w))
     assert isinstance(base, Packed)
+    halves = _halves(base, change, change, rounding.halves)
     own = [
-        _parts_in_place(half, delta, rounding.scales)
-        for half, delta, _ in _halves(base, change, change, rounding.halves)
+        _parts_in_place(half, delta, rounding.scales) for half, delta, _ in halves if isinstance(half, Packed)
     ]
     if isinstance(base.codec, Halves):
         named = zip(HALVES, own, strict=True)
@@ -70,7 +70,7 @@ def _parts_in_place(base: Packed, change: Tensor, scales: Scales) -> dict[str, T
     codec = base.codec
     blocks = [
         requantized(codec, change[first:last].add_(codec.dequantize(parts).float()), parts, scales)
-        for first, last, parts in row_blocks(codec, *change.shape, base.parts)
+        for first, last, parts in row_blocks(codec, change.shape, base.parts)
     ]
     return {suffix: below([block[suffix] for block in blocks]) for suffix in blocks[0]}
 
@@ -98,7 +98,7 @@ def _in_place(base: Packed, change: Tensor, scales: Scales, out: Tensor) -> None
         out.copy_(base.dequantize())
         return
     codec = base.codec
-    for first, last, parts in row_blocks(codec, *change.shape, base.parts):
+    for first, last, parts in row_blocks(codec, change.shape, base.parts):
         w = change[first:last].add_(codec.dequantize(parts).float())
         out[first:last].copy_(codec.dequantize(requantized(codec, w, parts, scales)))
 
@@ -106,7 +106,7 @@ def _in_place(base: Packed, change: Tensor, scales: Scales, out: Tensor) -> None
 def _into(base: Tensor | Packed, change: Tensor, to: Codec, out: Tensor) -> None:
     """Q in another format, whose scales are all new."""
     w = change.add_((base.dequantize() if isinstance(base, Packed) else base).float())
-    for first, last, _ in row_blocks(to, *w.shape, {}):
+    for first, last, _ in row_blocks(to, w.shape, {}):
         out[first:last].copy_(to.dequantize(to.quantize(w[first:last])))
 
 
