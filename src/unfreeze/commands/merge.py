@@ -29,11 +29,14 @@ from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.config.synonyms import Hint
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.events import RESOLVED
 from unfreeze.core.field import about
 from unfreeze.core.torchrun import started
 from unfreeze.job.end.card import hub_id, license_of, usage
+from unfreeze.job.merge_aware import other_merge
 from unfreeze.job.opening.device import say
 from unfreeze.tracking.live import LoadProgress
+from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
@@ -120,6 +123,10 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
         raise ConfigError(
             "scales = keep, but bf16 has no scales", next="leave --scales out, or use --to same"
         )
+    record_of_run = read_object(run / RESOLVED, ConfigError) if (run / RESOLVED).is_file() else {}
+    packed = manifest.scheme() is not None
+    if other := other_merge(record_of_run, config.to, config.scales, packed=packed):
+        say(common)(f"warning: {other}")
     rows = "--no-check" if config.no_check else heldout_rows(run, config.data, config.columns)
 
     import torch

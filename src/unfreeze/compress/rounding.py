@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,13 +26,12 @@ from unfreeze.compress.quantize.formats import stored_tensors
 from unfreeze.compress.work import MergeWork, Out, Weight, WeightHome
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models.blocks.experts import Experts
-from unfreeze.quant.codec import ByRows, Codec, Texted, kept_suffixes
-from unfreeze.quant.kept import by_rows, can_keep, kept, refitted
+from unfreeze.quant.codec import Codec, Texted, kept_suffixes
+from unfreeze.quant.kept import can_keep, kept, refitted
+from unfreeze.quant.requantize import Scales, below, row_blocks
 from unfreeze.quant.spelling import canonical
 
-Scales = Literal["refit", "keep"]
 PLAIN = "BF16"  # the format that --to bf16 writes
-BLOCK = 2**19  # weights rounded at a time: a Kimi-K2 matrix takes 0.4 core-seconds so, 1.3 in one piece
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ def _requantized(
     """
     chosen: list[dict[str, Tensor]] = []
     sums: dict[str, list[float]] = {}
-    for first, last, parts in _blocks(codec, W, stored):
+    for first, last, parts in row_blocks(codec, W.shape, stored):
         w, delta = W[first:last], change[first:last]
         fresh = refitted(codec, w + delta, parts)
         ways: dict[str, tuple[dict[str, Tensor], int]] = {"refit": (fresh, 0)}
@@ -189,7 +187,7 @@ def _requantized(
         chosen.append(ways[scales][0])
     whole = chosen[0]
     if len(chosen) > 1:
-        whole = {suffix: _below([block[suffix] for block in chosen]) for suffix in whole}
+        whole = {suffix: below([block[suffix] for block in chosen]) for suffix in whole}
     wanted = _norm(change)
     return whole, {
         way: Rounded(
@@ -197,25 +195,6 @@ def _requantized(
         )
         for way, (square, dot, anew) in sums.items()
     }
-
-
-def _blocks(
-    codec: Codec, W: Tensor, stored: dict[str, Tensor]
-) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
-    """(first row, last, their parts), of some 2^19 weights; all rows if one scale covers all."""
-    rows, columns = W.shape
-    if not (isinstance(codec, ByRows) and by_rows(codec)):
-        yield 0, rows, stored
-        return
-    step = max(1, BLOCK // (columns * codec.rows_at)) * codec.rows_at
-    for first in range(0, rows, step):
-        last = min(first + step, rows)
-        yield first, last, codec.rows(stored, first, last)
-
-
-def _below(blocks: list[Tensor]) -> Tensor:
-    """Tensors concatenated by rows, for any dtype."""
-    return torch.cat([block.contiguous().view(torch.uint8) for block in blocks]).view(blocks[0].dtype)
 
 
 def _rounded(
