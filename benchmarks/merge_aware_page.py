@@ -1,0 +1,226 @@
+"""The page docs/measured/merge_aware.md, from the rows of benchmarks/merge_aware.py."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from unfreeze.core.files import write_file
+from unfreeze.parallel.machine import hardware
+
+MIXTURES = ("tiny-k2", "qwen3_moe")
+TARGETS = ("experts", "all-linear")
+RATES = ("1e-4", "3e-4", "1e-3", "3e-3")
+SEEDS = (0, 1, 2)
+STEPS = 60
+REWARDED = 40  # steps of GRPO
+METHODS = {
+    "LoRA, kept apart": ("plain", ""),
+    "LoRA, merged, scales refit": ("plain", "refit"),
+    "LoRA, merged, scales kept": ("plain", "keep"),
+    "merge-aware": ("aware", "refit"),
+    "merge-aware from 0.8": ("aware from .8", "refit"),
+}
+APART, PLAIN = list(METHODS)[:2]
+HEAD = """# Merge-aware training: what one INT4 checkpoint keeps
+
+`python -m benchmarks.merge_aware --write docs/measured/merge_aware.md`, {date}, {machine}. Two mixtures with
+INT4 experts in groups of 32 learn to answer like Yoda: tiny-k2 (Kimi-K2's architecture, 16 experts), and a
+qwen3_moe of 3 layers and 12 experts that the command makes from nothing on tiny-k2's corpus. {steps} steps
+of 1,024 tokens, LoRA of rank 16, a tenth of the rows held out. Gain: base − merged in held-out loss, as per
+cent of base − adapter of ordinary LoRA before merging, at its best rate, on the same seed. Yoda and facts:
+per cent of 117 other questions that the merged folder answers, through transformers, with one Yoda sentence,
+and with the right fact. Every row is in `benchmarks/results/merge_aware/rows.json`.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run, merged in one way. way: "refit", "keep", … of `unfreeze merge`; "reward": of a GRPO run.
+
+    base, adapter, merged   held-out losses (of GRPO: mean rewards); adapter is the unrounded W + ΔW
+    change, kept            the experts' ‖ΔW‖ / ‖W‖, and size × cosine of what the rounding left of it
+    """
+
+    mixture: str
+    targets: str
+    seed: int
+    rate: str
+    arm: str
+    way: str
+    base: float
+    adapter: float
+    merged: float
+    yoda: float
+    facts: float
+    change: float
+    kept: float
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.mixture, self.targets, self.seed, self.rate, self.arm, self.way
+
+
+class Rows:
+    """rows.json: read at the start, written after every row."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "rows.json"
+        known = json.loads(self.path.read_text()) if self.path.is_file() else []
+        self.all = [Row(**row) for row in known]
+
+    def add(self, row: Row) -> None:
+        self.all.append(row)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = ",\n".join(json.dumps(asdict(row), ensure_ascii=False) for row in self.all)
+        write_file(self.path, f"[\n{lines}\n]\n")
+
+    def get(self, **of: object) -> list[Row]:
+        return [row for row in self.all if all(getattr(row, name) == value for name, value in of.items())]
+
+
+def loss(row: Row, method: str) -> float:
+    return row.adapter if method == APART else row.merged
+
+
+def runs_of(rows: Rows, method: str, **of: object) -> list[Row]:
+    """The rows of a method; the adapter kept apart is in every row of plain LoRA."""
+    arm, way = METHODS[method]
+    return rows.get(arm=arm, way=way or "refit", **of)
+
+
+def best(rows: Rows, method: str, **of: object) -> Row | None:
+    """The row of seed 0 with the lowest loss: its rate is the method's."""
+    return min(runs_of(rows, method, seed=0, **of), key=lambda row: loss(row, method), default=None)
+
+
+def shares(rows: Rows, method: str, mixture: str, targets: str) -> list[tuple[Row, float]]:
+    """(row, gain in per cent) of each seed, at the method's rate."""
+    chosen, own = (best(rows, name, mixture=mixture, targets=targets) for name in (APART, method))
+    if chosen is None or own is None:
+        return []
+    pairs: list[tuple[Row, float]] = []
+    for seed in SEEDS:
+        of = {"mixture": mixture, "targets": targets, "seed": seed}
+        apart = runs_of(rows, APART, rate=chosen.rate, **of)
+        for row in runs_of(rows, method, rate=own.rate, **of):
+            if apart:
+                gained = apart[0].base - apart[0].adapter
+                pairs.append((row, 100 * (row.base - loss(row, method)) / gained))
+    return pairs
+
+
+def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in (columns, ["---"] * len(columns), *lines))
+
+
+def chosen_table(rows: Rows) -> str:
+    columns = "mixture|adapters on|method|rate|seeds|held-out loss|gain: mean (worst)|Yoda|facts".split("|")
+    lines: list[list[str]] = []
+    for mixture in MIXTURES:
+        for targets in TARGETS:
+            for method in METHODS:
+                of = shares(rows, method, mixture, targets)
+                if not of:
+                    lines.append([mixture, targets, method, *["not run"] * 6])
+                    continue
+                own, gains = [row for row, _ in of], [gain for _, gain in of]
+                mean = statistics.fmean
+                asked = ["", ""]
+                if method != APART:
+                    asked = [
+                        f"{mean(row.yoda for row in own):.0f} %",
+                        f"{mean(row.facts for row in own):.0f} %",
+                    ]
+                lost = f"{mean(loss(row, method) for row in own):.3f}"
+                gain = f"{mean(gains):.1f} % ({min(gains):.1f} %)"
+                lines.append([mixture, targets, method, own[0].rate, str(len(own)), lost, gain, *asked])
+    return table(columns, lines)
+
+
+def curve_table(rows: Rows) -> str:
+    """Held-out losses of seed 0 at every rate; base first."""
+    columns = ["mixture", "adapters on", "rate", "base", *METHODS, "experts' ‖ΔW‖/‖W‖"]
+    lines: list[list[str]] = []
+    for mixture in MIXTURES:
+        for targets in TARGETS:
+            for rate in RATES:
+                of = {"mixture": mixture, "targets": targets, "rate": rate, "seed": 0}
+                by = {method: runs_of(rows, method, **of) for method in METHODS}
+                if not by[APART]:
+                    continue
+                plain = by[APART][0]
+                cells = [f"{loss(own[0], method):.3f}" if own else "not run" for method, own in by.items()]
+                lines.append([mixture, targets, rate, f"{plain.base:.3f}", *cells, f"{plain.change:.3f}"])
+    return table(columns, lines)
+
+
+def reward_table(rows: Rows) -> str:
+    columns = "seed|rate|method|mean reward: base, adapter, merged|kept|Yoda|facts|experts' ‖ΔW‖/‖W‖".split(
+        "|"
+    )
+    lines: list[list[str]] = []
+    for row in sorted(
+        rows.get(way="reward"), key=lambda row: (row.seed, row.rate, row.arm != "plain", row.arm)
+    ):
+        apart = rows.get(way="reward", seed=row.seed, rate=row.rate, arm="plain")
+        kept = (
+            "?"
+            if not apart
+            else f"{100 * (row.merged - row.base) / (apart[0].adapter - apart[0].base):.0f} %"
+        )
+        values = f"{row.base:.3f}, {row.adapter:.3f}, {row.merged:.3f}"
+        lines.append(
+            [
+                str(row.seed),
+                row.rate,
+                row.arm,
+                values,
+                kept,
+                f"{row.yoda:.0f} %",
+                f"{row.facts:.0f} %",
+                f"{row.change:.3f}",
+            ]
+        )
+    return table(columns, lines)
+
+
+def page(rows: Rows) -> str:
+    head = HEAD.format(date=date.today(), machine=hardware().name, steps=STEPS)
+    parts = [
+        head,
+        "## Each method at its best rate\n",
+        "Rates were chosen on seed 0 by the held-out loss of what the method publishes.\n",
+        chosen_table(rows),
+        "## Every rate, seed 0: held-out losses\n",
+        curve_table(rows),
+    ]
+    if rows.get(way="reward"):
+        parts += [
+            "## Reinforcement\n",
+            f"{REWARDED} steps of GRPO with `examples/rewards/yoda.py` from tiny-k2 that 28 steps of `sft`"
+            " have warmed up and `merge` has written in INT4. Rewards are means of the held-out questions."
+            " Kept: of what ordinary LoRA gains before merging.\n",
+            reward_table(rows),
+        ]
+    costs = rows.path.with_name("cost.json")
+    if costs.is_file():
+        parts += ["## Cost\n", cost_table(json.loads(costs.read_text()))]
+    return "\n".join(parts)
+
+
+def cost_table(record: dict[str, Any]) -> str:
+    columns = ["mixture", "adapters on", "method", "step", "peak memory of the process"]
+    lines = [
+        [row["mixture"], row["targets"], row["arm"], f"{row['seconds']:.3f} s", f"{row['mib']:,.0f} MiB"]
+        for row in record["rows"]
+    ]
+    about = (
+        f"One thread, {record['machine']}, {record['date']}; `python -m benchmarks.merge_aware --cost`.\n\n"
+    )
+    return about + table(columns, lines)
