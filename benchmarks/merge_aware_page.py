@@ -15,14 +15,15 @@ from unfreeze.parallel.machine import hardware
 
 MIXTURES = ("tiny-k2", "qwen3_moe")
 TARGETS = ("experts", "all-linear")
-RATES = ("1e-4", "3e-4", "1e-3", "3e-3")
+RATES = ("1e-3", "1e-4", "3e-3", "3e-4")
 SEEDS = (0, 1, 2)
-STEPS = 60
+STEPS = 40
 REWARDED = 40  # steps of GRPO
 METHODS = {
     "LoRA, kept apart": ("plain", ""),
     "LoRA, merged, scales refit": ("plain", "refit"),
     "LoRA, merged, scales kept": ("plain", "keep"),
+    "LoRA, merged, rounding for ΔW": ("plain", "change"),
     "merge-aware": ("aware", "refit"),
     "merge-aware from 0.8": ("aware from .8", "refit"),
 }

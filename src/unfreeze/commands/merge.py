@@ -60,6 +60,13 @@ class Config(Frozen):
             " W + ΔW fits them"
         ),
     )
+    rounding: Literal["nearest", "change"] = Field(
+        default="nearest",
+        description=(
+            "codes of a quantized weight. nearest: the nearest to W + ΔW, which drops changes below half a"
+            " step; change: on the published scales, enough elements move for ΔW to keep its length"
+        ),
+    )
     base: ModelName = Field(
         default="", description="base checkpoint of an adapter, if the one it names is not on this machine"
     )
@@ -115,6 +122,12 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
         raise ConfigError(
             "scales = keep, but bf16 has no scales", next="leave --scales out, or use --to same"
         )
+    if config.to != "same" and config.rounding == "change":
+        raise ConfigError(
+            f"rounding = change, but --to {config.to} has no codes of the base to move from",
+            next="leave --rounding out, or use --to same",
+        )
+    scales = "change" if config.rounding == "change" else config.scales
     rows = "--no-check" if config.no_check else heldout_rows(run, config.data, config.columns)
 
     import torch
@@ -132,10 +145,12 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
         examples = rows
     deltas = Deltas(model, source.adapter)
     work = MergeWork(manifest, model, deltas, config.to)
-    inputs = by_shards.inputs_of(manifest, source.adapter, config.to, config.scales)
+    if scales == "change" and not work.codecs:
+        raise ConfigError("rounding = change, but no weight of the base is quantized", next="leave it out")
+    inputs = by_shards.inputs_of(manifest, source.adapter, config.to, scales)
     try:
         with writing(out, "out"), LoadProgress("merge", quiet=common.quiet) as progress:
-            record = by_shards.merge(work, deltas, out, inputs, config.scales, progress)
+            record = by_shards.merge(work, deltas, out, inputs, scales, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"finished shards stay in {out}; to continue, run the same command again"
@@ -238,7 +253,10 @@ def sentences(
 
 
 def rounding_remedy(groups: dict[str, dict[str, Any]], config: Config) -> str:
-    """Suggest flags that lose less: bf16 if it keeps nearly all, the other scales if they keep more."""
+    """Suggest flags that lose less: bf16 if it keeps nearly all, the other scales if they keep more.
+
+    Rounding to the nearest loses what `--rounding change` would keep wherever codes are the base's own.
+    """
     from unfreeze.evaluate.gain import ENOUGH
 
     other = "keep" if config.scales == "refit" else "refit"
@@ -249,7 +267,10 @@ def rounding_remedy(groups: dict[str, dict[str, Any]], config: Config) -> str:
     ]
     wide = [entry["ways"]["BF16"]["kept"] for entry in groups.values() if "BF16" in entry["ways"]]
     bf16 = config.to != "bf16" and all(share >= ENOUGH for share in wide)
-    ways = ["--to bf16"] * bf16 + [f"--scales {other}"] * (bool(better) and all(better))
+    near = [entry["ways"][config.scales] for entry in groups.values() if entry["written"] == [config.scales]]
+    drops = config.rounding == "nearest" and any(of["kept"] < ENOUGH for of in near)
+    ways = ["--to bf16"] * bf16 + ["--rounding change"] * drops
+    ways += [f"--scales {other}"] * (bool(better) and all(better))
     return ", or ".join([*ways, "serve the adapter beside the base (unfreeze export)"])
 
 
