@@ -493,7 +493,7 @@ def test_rows_at_a_time_give_the_bytes_and_figures_of_the_whole_matrix(
 ):
     folder, _ = adapter(base)
     whole = merging.run(bases[base], folder, tmp_path / "whole", "same", scales)
-    monkeypatch.setattr("unfreeze.compress.rounding.BLOCK", 1000)  # 7 rows of 128, or one block of FP8
+    monkeypatch.setattr("unfreeze.quant.requantize.BLOCK", 1000)  # 7 rows of 128, or one block of FP8
     cut = merging.run(bases[base], folder, tmp_path / "cut", "same", scales)
     for file in (tmp_path / "whole").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "cut" / file.name).read_bytes()

@@ -16,7 +16,7 @@ from unfreeze.checkpoint.shard import Shard
 from unfreeze.compress import shards
 from unfreeze.compress.deltas import Deltas
 from unfreeze.compress.released import RECORD, config_of, copy_beside
-from unfreeze.compress.rounding import Rounded, Row, Scales, write_weight
+from unfreeze.compress.rounding import Rounded, Row, Way, write_weight
 from unfreeze.compress.shards import Progress, files_fingerprint
 from unfreeze.compress.work import MergeWork, Weight
 from unfreeze.config.adapter import CONFIG, weight_files
@@ -49,12 +49,7 @@ class Record(shards.Record):
 
 
 def merge(
-    work: MergeWork,
-    deltas: Deltas,
-    out: Path,
-    inputs: dict[str, Any],
-    scales: Scales,
-    progress: Progress | None,
+    work: MergeWork, deltas: Deltas, out: Path, inputs: dict[str, Any], scales: Way, progress: Progress | None
 ) -> Record:
     """Write the merged checkpoint into `out`, or the files that are still missing there.
 
@@ -116,7 +111,7 @@ def out_files(work: MergeWork, limit: int = MAX_SHARD_BYTES) -> list[OutFile]:
     ]
 
 
-def check_formats(work: MergeWork, scales: Scales) -> None:
+def check_formats(work: MergeWork, scales: Way) -> None:
     """Raise ConfigError if a format can only be read, or if its scales cannot be kept."""
     import torch
 

@@ -7,10 +7,6 @@
     error     ‖Q(W + ΔW) − W − ΔW‖ / ‖ΔW‖ = √((1 − kept)² + noise²)
 
 Norms are Frobenius norms, summed in float64. W is the base's dequantized weight.
-
-W is on its own grid, so rounding to the nearest drops every element of ΔW below half a step. "change" rounds
-W + c ΔW instead, on the kept scales, with the smallest c >= 1 (one per matrix) that makes `kept` 1: the
-elements nearest to the next code move, as many as hold the length of ΔW, and the rest of the change is noise.
 """
 
 from __future__ import annotations
@@ -25,18 +21,17 @@ from torch import Tensor
 
 from unfreeze.checkpoint.shard import Shard
 from unfreeze.checkpoint.tensors import TORCH_DTYPE, stored_tensor
+from unfreeze.compress.aimed import aimed, factor_of
 from unfreeze.compress.deltas import Changes, MatrixPlace
 from unfreeze.compress.work import MergeWork, Out, Weight, WeightHome
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models.blocks.experts import Experts
-from unfreeze.quant.codec import ByRows, Codec, Texted, kept_suffixes
-from unfreeze.quant.kept import by_rows, can_keep, kept, on_scales, refitted
+from unfreeze.quant.codec import Codec, Texted, kept_suffixes
+from unfreeze.quant.kept import can_keep, kept, refitted
+from unfreeze.quant.requantize import Scales, below, row_blocks
 
-Scales = Literal["refit", "keep", "change"]
+Way = Scales | Literal["change"]
 PLAIN = "BF16"  # the format that --to bf16 writes
-LARGEST = 2.0**20  # c at most; a step of INT4 is some 0.3 standard deviations of W
-HALVINGS = 20  # of log2 c: to 1 part in 75,000
-BLOCK = 2**19  # weights rounded at a time: a Kimi-K2 matrix takes 0.4 core-seconds so, 1.3 in one piece
 
 
 @dataclass(frozen=True)
@@ -76,12 +71,7 @@ class Row:
 
 
 def write_weight(
-    work: MergeWork,
-    weight: Weight,
-    deltas: Changes,
-    shard: Shard,
-    wanted: Mapping[str, object],
-    scales: Scales,
+    work: MergeWork, weight: Weight, deltas: Changes, shard: Shard, wanted: Mapping[str, object], scales: Way
 ) -> list[Row]:
     """Write a weight's outputs that `wanted` names into the shard.
 
@@ -161,23 +151,23 @@ def _read(weight: Weight, work: MergeWork, expert: int) -> tuple[Tensor, dict[st
 
 
 def _requantized(
-    codec: Codec, W: Tensor, change: Tensor, stored: dict[str, Tensor], scales: Scales
+    codec: Codec, W: Tensor, change: Tensor, stored: dict[str, Tensor], scales: Way
 ) -> tuple[dict[str, Tensor], dict[str, Rounded]]:
     """(the parts of Q(W + ΔW) in W's format, the rounding for each way of choosing scales).
 
     Some rows at a time if rows are quantized independently: temporaries stay in the cores' caches.
     """
-    factor = _factor(codec, W, change, stored) if scales == "change" else 1.0
+    factor = factor_of(codec, W, change, stored) if scales == "change" else 1.0
     chosen: list[dict[str, Tensor]] = []
     sums: dict[str, list[float]] = {}
-    for first, last, parts in _blocks(codec, W, stored):
+    for first, last, parts in row_blocks(codec, *W.shape, stored):
         w, delta = W[first:last], change[first:last]
         fresh = refitted(codec, w + delta, parts)
         ways: dict[str, tuple[dict[str, Tensor], int]] = {"refit": (fresh, 0)}
         if can_keep(codec):
             ways["keep"] = kept(codec, w + delta, parts, fresh)
         if scales == "change":
-            ways["change"] = _aimed(codec, w, factor * delta, ways)
+            ways["change"] = aimed(codec, w, factor * delta, ways)
         for way, (requantized, anew) in ways.items():
             moved = codec.dequantize(requantized).float() - w
             terms = _norm(moved) ** 2, float((moved * delta).sum(dtype=torch.float64)), anew
@@ -185,7 +175,7 @@ def _requantized(
         chosen.append(ways[scales][0])
     whole = chosen[0]
     if len(chosen) > 1:
-        whole = {suffix: _below([block[suffix] for block in chosen]) for suffix in whole}
+        whole = {suffix: below([block[suffix] for block in chosen]) for suffix in whole}
     wanted = _norm(change)
     return whole, {
         way: Rounded(
@@ -193,66 +183,6 @@ def _requantized(
         )
         for way, (square, dot, anew) in sums.items()
     }
-
-
-def _aimed(
-    codec: Codec, w: Tensor, delta: Tensor, ways: Mapping[str, tuple[dict[str, Tensor], int]]
-) -> tuple[dict[str, Tensor], int]:
-    """(codes of w + delta on the scales that "keep" has chosen, new scales); on fresh scales if none can."""
-    if "keep" not in ways:
-        return refitted(codec, w + delta, ways["refit"][0]), 0
-    parts, anew = ways["keep"]
-    return on_scales(codec, w + delta, parts), anew
-
-
-def _factor(codec: Codec, W: Tensor, change: Tensor, stored: dict[str, Tensor]) -> float:
-    """Smallest c >= 1 for which Q(W + c ΔW) − W has the length of ΔW along ΔW, found on some 2^19 weights."""
-    for first, last, parts in _blocks(codec, W, stored):
-        w, delta = W[first:last], change[first:last]
-        if delta.any():
-            return _smallest(codec, w, delta, parts)
-    return 1.0
-
-
-def _smallest(codec: Codec, w: Tensor, delta: Tensor, parts: dict[str, Tensor]) -> float:
-    """`_factor` of these rows, by halving log2 c."""
-    fresh = refitted(codec, w + delta, parts)
-    ways = {"refit": (fresh, 0)}
-    if can_keep(codec):
-        ways["keep"] = kept(codec, w + delta, parts, fresh)
-    whole = float((delta * delta).sum(dtype=torch.float64))
-
-    def enough(log: float) -> bool:
-        requantized, _ = _aimed(codec, w, 2.0**log * delta, ways)
-        moved = codec.dequantize(requantized).float() - w
-        return float((moved * delta).sum(dtype=torch.float64)) >= whole
-
-    low, high = 0.0, math.log2(LARGEST)
-    if enough(low):
-        return 1.0
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return 2.0**high
-
-
-def _blocks(
-    codec: Codec, W: Tensor, stored: dict[str, Tensor]
-) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
-    """(first row, last, their parts), of some 2^19 weights; all rows if one scale covers all."""
-    rows, columns = W.shape
-    if not (isinstance(codec, ByRows) and by_rows(codec)):
-        yield 0, rows, stored
-        return
-    step = max(1, BLOCK // (columns * codec.rows_at)) * codec.rows_at
-    for first in range(0, rows, step):
-        last = min(first + step, rows)
-        yield first, last, codec.rows(stored, first, last)
-
-
-def _below(blocks: list[Tensor]) -> Tensor:
-    """Tensors concatenated by rows, for any dtype."""
-    return torch.cat([block.contiguous().view(torch.uint8) for block in blocks]).view(blocks[0].dtype)
 
 
 def _rounded(

@@ -22,6 +22,8 @@ INDEX = f"{WEIGHTS}.index.json"
 """Index of an adapter in shards (expert parallelism): adapter_model-00001-of-00002.safetensors …"""
 ROPE = "rope.json"
 """Beside an adapter trained with scaled positions: scaling, factor, and the fields of the base's config."""
+TRAINING = "lora.merge_aware"
+"""Start of the fields of [lora] that are about a run's training, not about its adapter."""
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 AGAIN = "download the adapter again, or export it again: unfreeze export RUN"
 REFUSED = {
@@ -84,7 +86,11 @@ def lora_of(source: str | Path) -> dict[str, Any]:
     resolved = Path(source).expanduser() / RESOLVED
     if resolved.is_file():
         run = read_object(resolved, AdapterError)
-        own = {name.partition(".")[2]: value for name, value in run.items() if name.startswith("lora.")}
+        own = {
+            name.partition(".")[2]: value
+            for name, value in run.items()
+            if name.startswith("lora.") and not name.startswith(TRAINING)
+        }
         lora = own or run.get("lora")  # runs of version 0.1 have a table
         if isinstance(lora, dict):
             return dict(cast(dict[str, Any], lora))

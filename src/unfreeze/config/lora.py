@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from unfreeze.core.field import about
 
 Scaling = Literal["alpha/r", "alpha/sqrt(r)"]
+MergeFormat = Literal["", "same", "int4", "fp8", "mxfp4", "nvfp4", "nf4"]
 
 
 def scale_of(rank: int, alpha: float, scaling: Scaling) -> float:
@@ -54,6 +55,24 @@ class LoraConfig(BaseModel):
         default="alpha/r",
         description="alpha/r (LoRA), or alpha/sqrt(r) (rank-stabilised, for ranks above about 64)",
         json_schema_extra=about("Adapters", was="scaling"),
+    )
+    merge_aware: MergeFormat = Field(
+        default="",
+        description=(
+            "train through the rounding of a merge into this format: int4, fp8, mxfp4, nvfp4, nf4, or same:"
+            " each weight's own; unset: ordinary LoRA"
+        ),
+        json_schema_extra=about("Adapters", alias="merge_aware", since="0.2"),
+    )
+    merge_aware_from: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0,
+        description="share of the steps after which merge_aware begins; before it, ordinary LoRA",
+        json_schema_extra=about("Adapters", alias="merge_aware_from", since="0.2"),
+    )
+    merge_aware_scales: Literal["refit", "keep"] = Field(
+        default="refit",
+        description="scales of merge_aware, as in merge --scales: computed again, or the base's",
+        json_schema_extra=about("Adapters", alias="merge_aware_scales", since="0.2"),
     )
 
     def rank_of(self, group: str) -> int:

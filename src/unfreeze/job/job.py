@@ -23,6 +23,7 @@ from unfreeze.job.data import describer
 from unfreeze.job.end.folder import live, refuse_other_data
 from unfreeze.job.end.result import finish
 from unfreeze.job.end.written import is_noted, note
+from unfreeze.job.merge_aware import MergeAware
 from unfreeze.job.opening.device import pick_device, say
 from unfreeze.job.opening.kernels import KernelChoices
 from unfreeze.job.opening.precision import expected, settled
@@ -140,6 +141,7 @@ class Job:
     state: State
     samples: Samples
     validation: list[Validation | Evaluation]
+    first: list[MergeAware]
 
     @property
     def config(self) -> TrainingConfig:
@@ -202,6 +204,7 @@ class Job:
         parts = self.setup.parts
         receipt = receipt_of(self.state, self.rows.dataset, self.group, stop=parts.trained.strict)
         return [
+            *self.first,
             *transfers_of(self.state.model),
             KernelChoices(self.config.memory.dtype),
             *receipt,
@@ -254,8 +257,11 @@ def open_job(
         plans.append(plan)
     at = placed(setup, plan, model)
     source, state = begun(setup, rows, plan, at)
+    first = parts.trained.hooks(setup.start)
+    for hook in first:
+        hook.first(state)
     samples, validation = watched(setup, rows, plan, at, state)
-    return Job(setup, rows, plan.layout, at, source, state, samples, validation)
+    return Job(setup, rows, plan.layout, at, source, state, samples, validation, first)
 
 
 def open_start(model: str, common: Common) -> Manifest:

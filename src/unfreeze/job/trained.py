@@ -15,14 +15,16 @@ from unfreeze.config.adapter import INDEX, adapter_folder
 from unfreeze.config.training import portable
 from unfreeze.core.errors import AdapterError, ConfigError
 from unfreeze.core.units import format_bytes, format_count
+from unfreeze.job import merge_aware
 from unfreeze.job.end.card import write_beside
 from unfreeze.job.end.written import set_aside
+from unfreeze.job.merge_aware import MergeAware
 
 if TYPE_CHECKING:
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
     from unfreeze.models import Decoder
-    from unfreeze.parallel.plan import PlannedModel
+    from unfreeze.parallel.plan import Plan, PlannedModel
     from unfreeze.parallel.processes.mesh import Mesh
     from unfreeze.train.state import State
 
@@ -46,14 +48,29 @@ class Adapters:
 
     name, marker, strict, when_interrupted = "adapter", "adapter_config.json", True, True
     new = False
-    begins = ""  # suffix of the plan's line: where the adapters' first values come from
 
     def __init__(self, lora: LoraConfig, seed: int):
         self.lora = lora
         self._seed = seed
+        # suffix of the plan's line: where the adapters' first values come from, and how they train
+        self.begins = merge_aware.begins(lora)
 
     def check(self, manifest: Manifest) -> None:
-        """Accept any model: adapters work with packed weights too."""
+        """Accept any model: adapters work with packed weights too.
+
+        Raises ConfigError for a merge_aware format that a merge cannot write.
+        """
+        if self.lora.merge_aware:
+            merge_aware.check(self.lora, manifest)
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raise ConfigError for a plan that cannot be trained with."""
+        if self.lora.merge_aware:
+            merge_aware.check_plan(self.lora, plan)
+
+    def hooks(self, manifest: Manifest) -> list[MergeAware]:
+        """Hooks before all others, after each step and, by `first`, before the session's first."""
+        return [MergeAware(self.lora, manifest)] if self.lora.merge_aware else []
 
     def planned(self, model: PlannedModel) -> PlannedModel:
         """The model that the plan counts: as it is."""
@@ -117,7 +134,7 @@ class Continued(Adapters):
     def __init__(self, lora: LoraConfig, seed: int, source: str):
         super().__init__(lora, seed)
         self.source = source
-        self.begins = f", continued from {source}"
+        self.begins = f", continued from {source}{self.begins}"
 
     def attach(self, model: Decoder) -> None:
         from unfreeze.adapters import load_adapter
@@ -182,6 +199,13 @@ class AllWeights:
                 f"{manifest.path}: {strange[0].name} is {strange[0].dtype}, which cannot be written back",
                 next=ADAPTERS,
             )
+
+    def check_plan(self, plan: Plan) -> None:
+        """Accept any plan."""
+
+    def hooks(self, manifest: Manifest) -> list[MergeAware]:
+        """No hooks before the others."""
+        return []
 
     def planned(self, model: PlannedModel) -> PlannedModel:
         """The model that the plan counts: as it is, every weight trains."""

@@ -7,8 +7,8 @@ T tokens, D model width, V vocabulary, S sequences.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,7 @@ class Decoder(nn.Module):
         self.residency: Residency = RESIDENT
         self.boundary: Boundary = ON_DEVICE
         self.assigned = Assigned()  # the adapter of each sequence, where several are attached
+        self.while_looking: list[Callable[[], AbstractContextManager[None]]] = []  # contexts of `looking`
 
     @property
     def layers(self) -> list[Layer]:
@@ -129,7 +130,13 @@ class Decoder(nn.Module):
         gradients = [(parameter, parameter.grad) for parameter in self.parameters()] if backward else []
         devices = [self.device] if self.device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices), torch.set_grad_enabled(backward and torch.is_grad_enabled()):
+            with (
+                torch.random.fork_rng(devices),
+                torch.set_grad_enabled(backward and torch.is_grad_enabled()),
+                ExitStack() as contexts,
+            ):
+                for context in self.while_looking:
+                    contexts.enter_context(context())
                 for parameter, _ in gradients:
                     parameter.grad = None
                 yield

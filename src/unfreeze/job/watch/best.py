@@ -51,3 +51,9 @@ def forget_validations(state: State) -> None:
     """Forget the best save if the held-out loss chose it: the held-out documents are others now."""
     if not (state.best or {}).get("by"):
         state.best, state.stale = None, 0
+
+
+def forget_best(state: State) -> None:
+    """Forget the best save and the lowest loss: from here on another model is measured."""
+    state.best, state.stale = None, 0
+    state.heldout.pop("lowest", None)

@@ -110,7 +110,8 @@ class Samples:
         started = time.perf_counter()
         prompts = [prompt.tokens for prompt in asked_prompts]
         try:
-            answers = self._speaker.complete(prompts, max_new_tokens=self._most)
+            with self._speaker.decoder.looking():
+                answers = self._speaker.complete(prompts, max_new_tokens=self._most)
         except NotFinite as error:
             raise self._of_the_file(error, step) from error
         for index, (prompt, answer) in enumerate(zip(asked_prompts, answers, strict=True)):

@@ -124,6 +124,26 @@ class ByGemms(Backend[R]):
             rows = self.product_rows("y", group, out.shape[1], term[0].dtype)
             self.scatter_add(gemm(*term, group, rows), group, weight, out)
 
+    def terms(
+        self, base: Base, group: ExpertGroup[R], adapter: Adapter | None, direction: Direction, rows: Tensor
+    ) -> list[Term]:
+        """The GEMMs whose sum is the product of `rows` [x | xA] with W and its adapter.
+
+        One with the weight itself or with the part of a workspace that this direction reads; two if a dense
+        weight is multiplied in place and has an adapter: x W, and xA B (in backward dy W, and dyB A).
+        """
+        factor = None
+        if adapter is not None:
+            factor = group.experts_of(adapter.B if direction == "forward" else adapter.A)
+        dense, own = base.dense(adapter), range(len(group.experts))
+        if dense is None:
+            workspace = base.operand(group.experts, factor, direction, group.workspace or base.name)
+            return [(rows, workspace, own)]
+        if factor is None or adapter is None:
+            return [(rows, dense, group.experts)]
+        left, right = rows.split([rows.shape[1] - adapter.width, adapter.width], dim=1)
+        return [(left, dense, group.experts), (right, factor, own)]
+
     def factor(self, name: str, a: Tensor, b: Tensor, group: ExpertGroup[R], grads: ExpertGradients) -> None:
         """The group's share of grads.`name`, a[rows of g]ᵀ @ b[rows of g] for each expert g."""
         self.tn(a, b, group, group.experts_of(getattr(grads, name)), range(len(group.experts)))
@@ -162,7 +182,7 @@ class ByGemms(Backend[R]):
             gate_up = group.rows_of(saved.gate_up)
         else:
             gate_up = self.rows("gate_up", group, call.gate_up.rows, x.dtype)
-        terms = _terms(call.gate_up, group, call.gate_up_adapter, "forward", x_rows)
+        terms = self.terms(call.gate_up, group, call.gate_up_adapter, "forward", x_rows)
         self.add_up(self.nt, terms, group, gate_up)
         if call.gate_up_bias is not None:
             self.bias(call.gate_up_bias, group, gate_up)
@@ -176,7 +196,7 @@ class ByGemms(Backend[R]):
                 group.rows_of(saved.hA).copy_(hA)
 
         # y[token] += w [h | hA] [W2 | B2]ᵀ
-        terms = _terms(call.down, group, call.down_adapter, "forward", h_rows)
+        terms = self.terms(call.down, group, call.down_adapter, "forward", h_rows)
         self.scatter_products(self.nt, terms, group, group.weight, y)
 
     def backward_group(
@@ -198,7 +218,7 @@ class ByGemms(Backend[R]):
         self.gather(dy, group, dy_rows)
         if call.down_adapter:
             self.nt(dy_left, group.experts_of(call.down_adapter.Bt), adapters, group, dyB)
-        terms = _terms(call.down, group, call.down_adapter, "backward", dy_rows)
+        terms = self.terms(call.down, group, call.down_adapter, "backward", dy_rows)
         dh = self.add_up(self.nn, terms, group, self.product_rows("dh", group, I, x.dtype))
 
         # wh = w h; dgu = w times the gradient of gate_up; score = <dh, h>
@@ -221,7 +241,7 @@ class ByGemms(Backend[R]):
             if call.gate_up_adapter:
                 self.nt(dgu, group.experts_of(call.gate_up_adapter.Bt), adapters, group, dguB)
             if dx is not None:
-                terms = _terms(call.gate_up, group, call.gate_up_adapter, "backward", dgu_rows)
+                terms = self.terms(call.gate_up, group, call.gate_up_adapter, "backward", dgu_rows)
                 self.scatter_products(self.nn, terms, group, None, dx)
 
         # dA1 = (dgu B1)ᵀ x; dB1ᵀ = xAᵀ dgu; dW1 = dguᵀ x
@@ -233,24 +253,3 @@ class ByGemms(Backend[R]):
                 self.factor("gate_up_Bt", group.rows_of(saved.xA), dgu, group, grads)
             if grads.gate_up is not None:
                 self.tn(dgu, x_rows, group, grads.gate_up, group.experts)
-
-
-def _terms(
-    base: Base, group: ExpertGroup[R], adapter: Adapter | None, direction: Direction, rows: Tensor
-) -> list[Term]:
-    """The GEMMs whose sum is the product of `rows` [x | xA] with W and its adapter.
-
-    One with the weight itself or with the part of a workspace that this direction reads; two if a dense
-    weight is multiplied in place and has an adapter: x W, and xA B (in backward dy W, and dyB A).
-    """
-    factor = None
-    if adapter is not None:
-        factor = group.experts_of(adapter.B if direction == "forward" else adapter.A)
-    dense, own = base.dense(adapter), range(len(group.experts))
-    if dense is None:
-        workspace = base.operand(group.experts, factor, direction, group.workspace or base.name)
-        return [(rows, workspace, own)]
-    if factor is None or adapter is None:
-        return [(rows, dense, group.experts)]
-    left, right = rows.split([rows.shape[1] - adapter.width, adapter.width], dim=1)
-    return [(left, dense, group.experts), (right, factor, own)]

@@ -15,6 +15,7 @@ Qwen3-30B-A3B.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -107,15 +108,26 @@ def remembers(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+class Computed(ABC):
+    """A stack of weights [E, N, M] whose matrices are computed where they are used; none is kept."""
+
+    shape: tuple[int, int, int]
+    device: torch.device
+
+    @abstractmethod
+    def fill(self, experts: Sequence[int], out: Tensor) -> None:
+        """out[m] = weight[experts[m]], out [M, N, M'] in its own dtype, rows may be strided."""
+
+
 class Base:
-    """One base weight, packed or dense [E, N, M], for the duration of a call.
+    """One base weight, packed, dense or computed [E, N, M], for the duration of a call.
 
     `Base.stack` returns matrices as one 3-D tensor.
     """
 
     def __init__(
         self,
-        weight: Tensor | Packed,
+        weight: Tensor | Packed | Computed,
         dtype: torch.dtype,
         name: str,
         *,
@@ -136,6 +148,8 @@ class Base:
     @cached_property
     def codes(self) -> Codes | DenseWeights:
         """The weight as the CPU loops read it. Raises ValueError if they cannot."""
+        if isinstance(self.weight, Computed):
+            raise ValueError("a weight that is computed where it is used has no codes")
         return codes_of(self.weight) if isinstance(self.weight, Packed) else DenseWeights(array(self.weight))
 
     def nbytes(self, adapter: Adapter | None) -> int:
@@ -205,7 +219,9 @@ class Base:
         if self._expander is not None:
             self._expander.fill(experts, out)
             return
-        if isinstance(self.weight, Packed):
+        if isinstance(self.weight, Computed):
+            self.weight.fill(experts, out)
+        elif isinstance(self.weight, Packed):
             expand_stack(self.weight, experts, out, self.expand)
         elif len(experts) == len(self.weight):
             out.copy_(self.weight)

@@ -6,7 +6,7 @@ T tokens, K experts per token, E experts, D model width, I expert width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,25 @@ class ExpertAdapter(Protocol):
     """Adapter of the E experts of a layer; a module, so that its parameters are registered."""
 
     def factors(self) -> ExpertFactors: ...
+
+
+@runtime_checkable
+class WholeExpertAdapter(Protocol):
+    """Adapter whose update depends on the weights: it computes the experts' whole output."""
+
+    def output(
+        self,
+        experts: Experts,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        reuse: Reuse | None,
+        gate_up_bias: Tensor | None,
+    ) -> Tensor: ...
+
+    def kept(self, experts: Experts) -> tuple[Tensor | Packed, Tensor | Packed, ExpertFactors] | None:
+        """The changed weights, and factors beside them, which a recorded step reads; None: it has none."""
+        ...
 
 
 class Dispatch(Protocol):
@@ -191,6 +210,12 @@ class Experts(nn.Module):
         """add + the experts' output; scales_input: the weight scales an expert's input."""
         if self.dispatch is not None:
             raise CannotRecord("experts that are not all here")
+        gate_up, down = self.gate_up_proj.value(), self.down_proj.value()
+        factors = None if self.adapter is None else self.adapter.factors()
+        if isinstance(self.adapter, WholeExpertAdapter):
+            if (kept := self.adapter.kept(self)) is None:
+                raise CannotRecord("experts whose adapter needs the weights")
+            gate_up, down, factors = kept
         act = self.activation
         if self.before == 1:
             raise CannotRecord("experts without a gate")
@@ -198,15 +223,14 @@ class Experts(nn.Module):
             raise CannotRecord(f"a clamped SwiGLU that adds {act.added:g}")
         kind = ACTIVATIONS[act.kind]
         numbers = (act.alpha, act.limit) if isinstance(act, ClampedSwiGLU) else (0.0, 0.0)
-        factors = None if self.adapter is None else self.adapter.factors()
         if (each := self.each) is not None:
             factors = each.recorded()
         return record_experts(
             to.program,
             x,
             routed,
-            self.gate_up_proj.value(),
-            self.down_proj.value(),
+            gate_up,
+            down,
             factors,
             gated=Gated(kind, *numbers, act.interleaved),
             biases=self.biases(),
@@ -234,6 +258,9 @@ class Experts(nn.Module):
         reuse: Reuse | None,
         gate_up_bias: Tensor | None,
     ) -> Tensor:
+        if isinstance(self.adapter, WholeExpertAdapter):
+            return self.adapter.output(self, x_TD, ids_TK, weights_TK, reuse, gate_up_bias)
+
         def compute(x: Tensor, ids: Tensor, weights: Tensor, factors: ExpertFactors | None) -> Tensor:
             return expert_mlp(
                 x,

@@ -209,6 +209,13 @@ class WholeAdapter(Protocol):
     def output(self, linear: Linear, x_TI: Tensor, reuse: Reuse | Skip | None) -> Tensor: ...
 
 
+@runtime_checkable
+class KeptAdapter(WholeAdapter, Protocol):
+    """A WholeAdapter that may have the changed weight in a format, which a recorded step reads."""
+
+    def kept(self, linear: Linear) -> Packed | None: ...
+
+
 class Linear(PackedHolder):
     """y = x Wᵀ + b (+ adapter(x)).
 
@@ -269,11 +276,12 @@ class Linear(PackedHolder):
 
     def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
         """add + factor · (W x + b + scale · B A x), one operation and one for A x."""
-        if isinstance(self.adapter, WholeAdapter):
+        kept = self.adapter.kept(self) if isinstance(self.adapter, KeptAdapter) else None
+        if isinstance(self.adapter, WholeAdapter) and kept is None:
             called = to.called(lambda x_SI: Linear.forward(self, x_SI), x, self.out_features)
             return to.total(called, add, factor)
-        adapter = None if self.adapter is None else self.adapter.factors()
-        weight = self.weight if self.codec is None else self.packed
+        adapter = None if self.adapter is None or kept is not None else self.adapter.factors()
+        weight = kept or (self.weight if self.codec is None else self.packed)
         options: dict[str, Any] = {"adapter": adapter, "add": add, "factor": factor}
         options["each"] = None if (each := self.each) is None else each.recorded()
         recorded = to.program.attempt(lambda: to.program.linear(x, weight, self.bias, **options))

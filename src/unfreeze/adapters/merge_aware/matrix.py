@@ -1,0 +1,115 @@
+"""Ŵ = Q(W + ΔW) of one matrix, by the functions that a merge calls (quant/requantize.py).
+
+W is the base's dequantized weight. Shapes: W, ΔW, Ŵ [out, in].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unfreeze.quant.codec import Codec, Packed
+from unfreeze.quant.halves import HALVES, Halves, stacked
+from unfreeze.quant.requantize import Scales, below, requantized, row_blocks
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The rounding of a matrix when it is merged.
+
+    to      the format that is written, if it is another than the base's; None: the base's own
+    scales  of the base's own format: refit for W + ΔW, or keep the base's where they hold it
+    halves  True if the matrix is two on disk (gate above up), each rounded for itself
+    """
+
+    to: Codec | None = None
+    scales: Scales = "refit"
+    halves: bool = False
+
+
+def rounded(base: Tensor | Packed, change: Tensor, rounding: Rounding, out: Tensor) -> Tensor:
+    """out = Q(W + ΔW) in out's dtype; returns `out`. change: ΔW in float32; it is overwritten.
+
+    As in a merge a matrix that does not change keeps its bytes, if it keeps its format.
+    """
+    for half, delta, place in _halves(base, change, out, rounding.halves):
+        if rounding.to is None:
+            assert isinstance(half, Packed)
+            _in_place(half, delta, rounding.scales, place)
+        else:
+            _into(half, delta, rounding.to, place)
+    return out
+
+
+def rounded_codes(base: Tensor | Packed, change: Tensor, rounding: Rounding) -> Packed:
+    """Q(W + ΔW) as the parts of its format; `rounded` has the same numbers. change is overwritten."""
+    if rounding.to is not None:
+        codec = stacked(rounding.to, *change.shape) if rounding.halves else rounding.to
+        w = change.add_((base.dequantize() if isinstance(base, Packed) else base).float())
+        return Packed(codec, codec.quantize(w))
+    assert isinstance(base, Packed)
+    own = [
+        _parts_in_place(half, delta, rounding.scales)
+        for half, delta, _ in _halves(base, change, change, rounding.halves)
+    ]
+    if isinstance(base.codec, Halves):
+        named = zip(HALVES, own, strict=True)
+        return Packed(
+            base.codec, {f"{half}{suffix}": part for half, of in named for suffix, part in of.items()}
+        )
+    return Packed(base.codec, {suffix: below([parts[suffix] for parts in own]) for suffix in own[0]})
+
+
+def _parts_in_place(base: Packed, change: Tensor, scales: Scales) -> dict[str, Tensor]:
+    """The parts of Q in W's own format."""
+    if not change.any():
+        return dict(base.parts)
+    codec = base.codec
+    blocks = [
+        requantized(codec, change[first:last].add_(codec.dequantize(parts).float()), parts, scales)
+        for first, last, parts in row_blocks(codec, *change.shape, base.parts)
+    ]
+    return {suffix: below([block[suffix] for block in blocks]) for suffix in blocks[0]}
+
+
+def _halves(
+    base: Tensor | Packed, change: Tensor, out: Tensor, halves: bool
+) -> Iterator[tuple[Tensor | Packed, Tensor, Tensor]]:
+    """(base, ΔW, Ŵ) of each matrix on disk."""
+    if isinstance(base, Packed) and isinstance(base.codec, Halves):
+        own = (Packed(codec, parts) for codec, parts in base.codec.each(base.parts))
+    elif not halves:
+        yield base, change, out
+        return
+    elif isinstance(base, Packed):  # parts of a stack are those of gate above those of up (quant/halves.py)
+        cut = {suffix: part.chunk(2) for suffix, part in base.parts.items()}
+        own = (Packed(base.codec, {suffix: part[i] for suffix, part in cut.items()}) for i in (0, 1))
+    else:
+        own = iter(base.chunk(2))
+    yield from zip(own, change.chunk(2), out.chunk(2), strict=True)
+
+
+def _in_place(base: Packed, change: Tensor, scales: Scales, out: Tensor) -> None:
+    """Q in W's own format."""
+    if not change.any():
+        out.copy_(base.dequantize())
+        return
+    codec = base.codec
+    for first, last, parts in row_blocks(codec, *change.shape, base.parts):
+        w = change[first:last].add_(codec.dequantize(parts).float())
+        out[first:last].copy_(codec.dequantize(requantized(codec, w, parts, scales)))
+
+
+def _into(base: Tensor | Packed, change: Tensor, to: Codec, out: Tensor) -> None:
+    """Q in another format, whose scales are all new."""
+    w = change.add_((base.dequantize() if isinstance(base, Packed) else base).float())
+    for first, last, _ in row_blocks(to, *w.shape, {}):
+        out[first:last].copy_(to.dequantize(to.quantize(w[first:last])))
+
+
+def product(A: Tensor, B: Tensor, scale: float) -> Tensor:
+    """ΔW = scale · B A in float32, in a merge's order of operations: the same bits."""
+    return torch.mm(B.detach().float(), A.detach().float()).mul_(scale)

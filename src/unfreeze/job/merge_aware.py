@@ -1,0 +1,176 @@
+"""Merge-aware training of a run: the formats of its merge, the step it begins at, what it is refused with.
+
+The rounding of each matrix comes from the merge's own plan (compress/work.py), so that what is trained is
+what `unfreeze merge` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.job.watch.best import forget_best
+from unfreeze.quant.bitsandbytes import Bits4
+from unfreeze.quant.codec import Codec
+from unfreeze.quant.fp8 import Fp8
+from unfreeze.quant.fp8_scaled import Fp8Scaled
+from unfreeze.quant.halves import Halves
+from unfreeze.quant.int4 import Int4
+from unfreeze.quant.mxfp4 import Mxfp4
+from unfreeze.quant.nvfp4 import Nvfp4
+
+if TYPE_CHECKING:
+    from unfreeze.adapters.merge_aware.begin import Roundings
+    from unfreeze.checkpoint import Manifest
+    from unfreeze.config.lora import LoraConfig
+    from unfreeze.models import Decoder
+    from unfreeze.parallel.plan import Plan
+    from unfreeze.train.state import State
+    from unfreeze.train.step import StepResult
+
+CODECS: dict[str, tuple[type, ...]] = {
+    "int4": (Int4,),
+    "fp8": (Fp8, Fp8Scaled),
+    "mxfp4": (Mxfp4,),
+    "nvfp4": (Nvfp4,),
+    "nf4": (Bits4,),
+}
+
+
+def format_of(merge_aware: str, manifest: Manifest) -> str:
+    """The value of `unfreeze merge --to` that writes what such a run trains.
+
+    Raises ConfigError if the base's weights are in another format.
+    """
+    scheme = manifest.scheme()
+    if scheme is None:
+        if merge_aware == "int4":
+            return "int4"
+        to = "int4" if merge_aware == "same" else merge_aware
+        raise ConfigError(
+            f"merge_aware is {merge_aware}, but {manifest.path} is not quantized: a merge writes int4 of it",
+            next=f"--merge-aware int4, or first: unfreeze quantize {manifest.path} --to {to} --out DIR",
+        )
+    return "same"
+
+
+def roundings_of(
+    lora: LoraConfig, manifest: Manifest, model: Decoder, adapted: Mapping[str, tuple[str, ...]]
+) -> Roundings:
+    """(site, projection) -> its rounding in the merge of adapters at `adapted` (site -> projections).
+
+    Raises ConfigError if no adapted weight has the format, or if the merge could not write it.
+    """
+    from unfreeze.adapters.merge_aware.matrix import Rounding
+    from unfreeze.compress.deltas import NoChanges
+    from unfreeze.compress.merge import check_formats
+    from unfreeze.compress.work import MergeWork
+
+    to: Any = format_of(lora.merge_aware, manifest)
+    work = MergeWork(manifest, model, NoChanges(dict(adapted)), to)
+    check_formats(work, lora.merge_aware_scales)
+    roundings: dict[tuple[str, str], Rounding] = {}
+    for weight in work.weights:
+        if weight.home is None or weight.to is None or isinstance(weight.to, str):
+            continue
+        place, into = weight.home.place, None if weight.in_place else weight.to
+        if into is None and not _is(weight.to, lora.merge_aware):
+            raise ConfigError(
+                f"merge_aware is {lora.merge_aware}, but {weight.name} is in {weight.to.name}",
+                next="--merge-aware same",
+            )
+        own = Rounding(into, lora.merge_aware_scales, halves=place.half is not None)
+        roundings[place.site, place.projection] = own
+    if not any(projection in adapted.get(site, ()) for site, projection in roundings):
+        raise ConfigError(
+            f"merge_aware is {lora.merge_aware}, but merging rounds no adapted weight to it",
+            next="add the quantized layers to --lora.targets, or remove --merge-aware",
+        )
+    return roundings
+
+
+def adapted_of(model: Decoder) -> dict[str, tuple[str, ...]]:
+    """Site -> its adapted projections, "" of a linear layer."""
+    from unfreeze.adapters.attach import sites
+    from unfreeze.adapters.lora import LowRank
+    from unfreeze.models.blocks.experts import Experts
+
+    adapted: dict[str, tuple[str, ...]] = {}
+    for site in sites(model):
+        if isinstance(site.adapter, LowRank):
+            adapted[site.name] = ("",)
+        elif isinstance(site.owner, Experts):
+            ranks = {site.owner.first: site.adapter.gate_up_rank, "down_proj": site.adapter.down_rank}
+            adapted[site.name] = tuple(name for name, rank in ranks.items() if rank is not None)
+    return adapted
+
+
+def _is(codec: Codec, merge_aware: str) -> bool:
+    own = codec.codec if isinstance(codec, Halves) else codec
+    return merge_aware == "same" or isinstance(own, CODECS[merge_aware])
+
+
+def check(lora: LoraConfig, manifest: Manifest) -> None:
+    """Raise ConfigError if a merge of the run could not write the format; reads no tensor."""
+    import torch
+
+    from unfreeze import models
+    from unfreeze.models.targets import chosen_by
+
+    format_of(lora.merge_aware, manifest)
+    model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
+    adapted = {
+        name: tuple(projection.removeprefix(name).removeprefix(".") for projection in projections)
+        for name, (_, projections) in chosen_by(lora, model).items()
+    }
+    roundings_of(lora, manifest, model, adapted)
+
+
+def check_plan(lora: LoraConfig, plan: Plan) -> None:
+    """Raise ConfigError for weights that are not where they are rounded."""
+    places = {name: getattr(plan.layout, name) for name in ("experts", "rest", "adapters")}
+    for name, place in places.items():
+        if place != "device":
+            raise ConfigError(
+                f"merge_aware with place.{name} = {place} is not built: it rounds weights on the device",
+                next=f"--place.{name} device, or remove --merge-aware",
+            )
+
+
+class MergeAware:
+    """Hook of fit(): from a step on, the model is trained as it will be merged."""
+
+    def __init__(self, lora: LoraConfig, manifest: Manifest):
+        self._lora, self._manifest = lora, manifest
+
+    def begins_at(self, steps: int) -> int:
+        """The number of steps of ordinary LoRA."""
+        return int(self._lora.merge_aware_from * steps)
+
+    def first(self, state: State) -> None:
+        """Before the first step of a session: a resumed run is where it was."""
+        if state.step >= self.begins_at(state.schedule.steps):
+            self._begin(state)
+
+    def __call__(self, state: State, result: StepResult) -> None:
+        if state.step != self.begins_at(state.schedule.steps):
+            return
+        self._begin(state)
+        forget_best(state)  # losses before and after do not compare
+
+    def _begin(self, state: State) -> None:
+        from unfreeze.adapters.merge_aware import begin
+
+        model = state.model
+        begin(model, roundings_of(self._lora, self._manifest, model, adapted_of(model)))
+
+
+def begins(lora: LoraConfig) -> str:
+    """Words for the plan's line on what is trained; "" for ordinary LoRA."""
+    if not lora.merge_aware:
+        return ""
+    start = (
+        f"from {100 * lora.merge_aware_from:g} % of the steps on" if lora.merge_aware_from else "throughout"
+    )
+    return f", rounded as merged ({lora.merge_aware}, {lora.merge_aware_scales} scales) {start}"
