@@ -56,8 +56,14 @@ ARMS = {
     "plain": "",
     "aware": "--merge-aware int4",
     "aware from .8": "--merge-aware int4 --merge-aware-from 0.8",
+    "aware keep": "--merge-aware int4 --merge-aware-scales keep",
 }
-WAYS = {"plain": ("refit", "keep", "change"), "aware": ("refit",), "aware from .8": ("refit",)}
+WAYS = {
+    "plain": ("refit", "keep", "change"),
+    "aware": ("refit",),
+    "aware from .8": ("refit",),
+    "aware keep": ("keep",),
+}
 PRETRAINED = 900  # steps of 2,048 tokens for the second mixture: 5.4 passes over the corpus
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -167,7 +173,7 @@ def measure(rows: Rows, folder: Path, run: tuple[str, str, int, str, str]) -> No
     started = time.perf_counter()
     of = trained(folder, made(folder, mixture), run)
     for way in missing:
-        out = folder / "merged"
+        out = folder / f"merged-{os.getpid()}"
         shutil.rmtree(out, ignore_errors=True)
         how = ("--rounding", way) if way == "change" else ("--scales", way)
         result = command("merge", of, *how, "--out", out)
@@ -196,7 +202,7 @@ def rewarded(rows: Rows, folder: Path, seed: int, rate: str, arm: str) -> None:
         *("grpo", "--model", base, "--data", YODA, "--validation", TINY_K2 / "held_out.jsonl"),
         *("--out", out, *words.split()),
     )
-    merged = folder / "merged"
+    merged = folder / f"merged-{os.getpid()}"
     shutil.rmtree(merged, ignore_errors=True)
     result = command("merge", out, "--out", merged)
     experts, gain = result["rounding"]["experts"], result["gain"]

@@ -26,6 +26,7 @@ METHODS = {
     "LoRA, merged, rounding for ΔW": ("plain", "change"),
     "merge-aware": ("aware", "refit"),
     "merge-aware from 0.8": ("aware from .8", "refit"),
+    "merge-aware, scales kept": ("aware keep", "keep"),
 }
 APART, PLAIN = list(METHODS)[:2]
 HEAD = """# Merge-aware training: what one INT4 checkpoint keeps

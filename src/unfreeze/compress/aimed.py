@@ -6,9 +6,9 @@ that makes
 
     kept = <Q(W + c ΔW) − W, ΔW> / ‖ΔW‖² = 1
 
-The elements nearest to the next code move, as many as hold the length of ΔW. The rest of the change is noise;
-of all choices with the same length along ΔW, moving the largest elements has the least of it. With c = 1 it
-is the nearest code.
+The elements nearest to the next code move, as many as hold the length of ΔW; the rest of the change is noise.
+Moving the largest elements has less of it than any other choice of elements to move by one code, such as
+stochastic rounding. With c = 1 it is the nearest code.
 
 Shapes: W, ΔW [out, in].
 """
