@@ -268,7 +268,7 @@ def rounding_remedy(groups: dict[str, dict[str, Any]], config: Config) -> str:
     wide = [entry["ways"]["BF16"]["kept"] for entry in groups.values() if "BF16" in entry["ways"]]
     bf16 = config.to != "bf16" and all(share >= ENOUGH for share in wide)
     near = [entry["ways"][config.scales] for entry in groups.values() if entry["written"] == [config.scales]]
-    drops = config.rounding == "nearest" and any(of["kept"] < ENOUGH for of in near)
+    drops = config.to == "same" and any(of["kept"] < ENOUGH for of in near)
     ways = ["--to bf16"] * bf16 + ["--rounding change"] * drops
     ways += [f"--scales {other}"] * (bool(better) and all(better))
     return ", or ".join([*ways, "serve the adapter beside the base (unfreeze export)"])
