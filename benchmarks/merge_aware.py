@@ -18,7 +18,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from datetime import date
@@ -30,6 +29,7 @@ import transformers
 
 import unfreeze
 from benchmarks.merge_aware_page import (
+    BY_REWARDS,
     METHODS,
     MIXTURES,
     RATES,
@@ -51,18 +51,20 @@ from unfreeze.parallel.machine import hardware
 ROOT = Path(__file__).resolve().parents[1]
 UNFREEZE = (sys.executable, "-m", "unfreeze")
 ROWS = ROOT / "benchmarks" / "results" / "merge_aware"
+YODA_REWARD = ROOT / "examples" / "rewards" / "yoda.py"
 YODA = TINY_K2 / "yoda_train.jsonl"
+KEEP = "--merge-aware int4 --merge-aware-scales keep-change"
 ARMS = {
     "plain": "",
-    "aware": "--merge-aware int4",
-    "aware from .8": "--merge-aware int4 --merge-aware-from 0.8",
-    "aware keep": "--merge-aware int4 --merge-aware-scales keep",
+    "aware": KEEP,
+    "aware from .8": f"{KEEP} --merge-aware-from 0.8",
+    "aware, refit": "--merge-aware int4",
 }
 WAYS = {
-    "plain": ("refit", "keep", "change"),
-    "aware": ("refit",),
-    "aware from .8": ("refit",),
-    "aware keep": ("keep",),
+    "plain": ("refit", "keep", "keep-change"),
+    "aware": ("keep-change",),
+    "aware from .8": ("keep-change",),
+    "aware, refit": ("refit",),
 }
 PRETRAINED = 900  # steps of 2,048 tokens for the second mixture: 5.4 passes over the corpus
 QWEN3_MOE: dict[str, Any] = {
@@ -170,24 +172,31 @@ def measure(rows: Rows, folder: Path, run: tuple[str, str, int, str, str]) -> No
     ]
     if not missing:
         return
-    started = time.perf_counter()
     of = trained(folder, made(folder, mixture), run)
     for way in missing:
-        out = folder / f"merged-{os.getpid()}"
-        shutil.rmtree(out, ignore_errors=True)
-        how = ("--rounding", way) if way == "change" else ("--scales", way)
-        result = command("merge", of, *how, "--out", out)
-        experts, gain = result["rounding"]["experts"], result["gain"]
-        scored = style_scores(answers(out), QUESTIONS)
-        losses = gain["base"], gain["adapter"], gain["merged"]
-        kept = experts["ways"][experts["written"][0]]["kept"]
-        rows.add(Row(*run, way, *losses, scored["style"], scored["facts"], experts["change"], kept))
-        print(f"{rows.all[-1]}  {time.perf_counter() - started:.0f} s", flush=True)
+        rows.add(merged(folder, of, run, way))
+
+
+def merged(folder: Path, run: Path, of: tuple[str, str, int, str, str], way: str) -> Row:
+    """The row of a run that is merged in one way."""
+    out = folder / f"merged-{os.getpid()}"
+    shutil.rmtree(out, ignore_errors=True)
+    result = command("merge", run, "--scales", way, "--out", out)
+    experts, gain = result["rounding"]["experts"], result["gain"]
+    scored = style_scores(answers(out), QUESTIONS)
+    shutil.rmtree(out)
+    kept = experts["ways"][experts["written"][0]]["kept"]
+    measured = gain["base"], gain["adapter"], gain["merged"]
+    row = Row(*of, way, *measured, scored["style"], scored["facts"], experts["keep-change"], kept)
+    print(row, flush=True)
+    return row
 
 
 def rewarded(rows: Rows, folder: Path, seed: int, rate: str, arm: str) -> None:
-    """GRPO from an INT4 model that was warmed up by sft and merged; the merged model's mean reward."""
-    if rows.get(mixture="tiny-k2", targets="all-linear", seed=seed, rate=rate, arm=arm, way="reward"):
+    """GRPO from an INT4 model that was warmed up by sft and merged: rewards before and after merging."""
+    of = {"mixture": BY_REWARDS, "seed": seed, "rate": rate, "arm": arm}
+    missing = [way for way in WAYS[arm] if not rows.get(way=way, **of)]
+    if not missing:
         return
     warm, base = folder / "runs" / "warm", folder / "warm"
     if not (base / "config.json").is_file():
@@ -196,30 +205,12 @@ def rewarded(rows: Rows, folder: Path, seed: int, rate: str, arm: str) -> None:
         command("sft", "--model", TINY_K2, "--data", YODA, "--out", warm, *words.split())
         command("merge", warm, "--out", base, "--no-check")
     out = folder / "runs" / f"grpo-{seed}-{rate}-{arm.replace(' ', '-')}"
-    words = f"--max-new-tokens 32 --reward examples/rewards/yoda.py --steps {REWARDED} --learning-rate {rate}"
+    words = f"--max-new-tokens 32 --reward {YODA_REWARD} --steps {REWARDED} --learning-rate {rate}"
     words += f" --optimizer.schedule linear --dtype float32 --threads 1 --seed {seed} {ARMS[arm]}"
-    command(
-        *("grpo", "--model", base, "--data", YODA, "--validation", TINY_K2 / "held_out.jsonl"),
-        *("--out", out, *words.split()),
-    )
-    merged = folder / f"merged-{os.getpid()}"
-    shutil.rmtree(merged, ignore_errors=True)
-    result = command("merge", out, "--out", merged)
-    experts, gain = result["rounding"]["experts"], result["gain"]
-    scored = style_scores(answers(merged), QUESTIONS)
-    rewards = gain["base"], gain["adapter"], gain["merged"]
-    kept = experts["ways"][experts["written"][0]]["kept"]
-    rows.add(
-        Row(
-            *("tiny-k2", "all-linear", seed, rate, arm, "reward"),
-            *rewards,
-            scored["style"],
-            scored["facts"],
-            experts["change"],
-            kept,
-        )
-    )
-    print(rows.all[-1], flush=True)
+    held_out = TINY_K2 / "held_out.jsonl"
+    command("grpo", "--model", base, "--data", YODA, "--validation", held_out, "--out", out, *words.split())
+    for way in missing:
+        rows.add(merged(folder, out, (BY_REWARDS, "all-linear", seed, rate, arm), way))
 
 
 def planned(rows: Rows) -> Iterator[tuple[str, str, int, str, str]]:
@@ -285,7 +276,7 @@ def main() -> None:
     elif not arguments.only_page:
         for rate in arguments.grpo or ():
             for seed in SEEDS:
-                for arm in ("plain", "aware"):
+                for arm in ARMS:
                     rewarded(rows, arguments.folder, seed, rate, arm)
         for run in planned(rows):
             if all(word in {str(part) for part in run} for word in arguments.only):

@@ -17,18 +17,19 @@ MIXTURES = ("tiny-k2", "qwen3_moe")
 TARGETS = ("experts", "all-linear")
 RATES = ("1e-3", "1e-4", "3e-3", "3e-4")
 SEEDS = (0, 1, 2)
+BY_REWARDS = "tiny-k2, by rewards"
 STEPS = 40
 REWARDED = 40  # steps of GRPO
 METHODS = {
     "LoRA, kept apart": ("plain", ""),
-    "LoRA, merged, scales refit": ("plain", "refit"),
-    "LoRA, merged, scales kept": ("plain", "keep"),
-    "LoRA, merged, rounding for ΔW": ("plain", "change"),
-    "merge-aware": ("aware", "refit"),
-    "merge-aware from 0.8": ("aware from .8", "refit"),
-    "merge-aware, scales kept": ("aware keep", "keep"),
+    "LoRA, merged, refit": ("plain", "refit"),
+    "LoRA, merged, keep": ("plain", "keep"),
+    "LoRA, merged, keep-change": ("plain", "keep-change"),
+    "merge-aware, refit": ("aware, refit", "refit"),
+    "merge-aware, keep-change": ("aware", "keep-change"),
+    "merge-aware from 0.8, keep-change": ("aware from .8", "keep-change"),
 }
-APART, PLAIN = list(METHODS)[:2]
+APART = "LoRA, kept apart"
 HEAD = """# Merge-aware training: what one INT4 checkpoint keeps
 
 `python -m benchmarks.merge_aware --write docs/measured/merge_aware.md`, {date}, {machine}. Two mixtures with
@@ -43,9 +44,9 @@ and with the right fact. Every row is in `benchmarks/results/merge_aware/rows.js
 
 @dataclass(frozen=True)
 class Row:
-    """One run, merged in one way. way: "refit", "keep", … of `unfreeze merge`; "reward": of a GRPO run.
+    """One run, merged in one way: way of `merge --scales`.
 
-    base, adapter, merged   held-out losses (of GRPO: mean rewards); adapter is the unrounded W + ΔW
+    base, adapter, merged   held-out losses (of BY_REWARDS: mean rewards); adapter is the unrounded W + ΔW
     change, kept            the experts' ‖ΔW‖ / ‖W‖, and size × cosine of what the rounding left of it
     """
 
@@ -163,32 +164,19 @@ def curve_table(rows: Rows) -> str:
 
 
 def reward_table(rows: Rows) -> str:
-    columns = "seed|rate|method|mean reward: base, adapter, merged|kept|Yoda|facts|experts' ‖ΔW‖/‖W‖".split(
-        "|"
-    )
+    columns = "seed|rate|method|reward: base, adapter, merged|gain|Yoda|facts|experts' ‖ΔW‖/‖W‖".split("|")
     lines: list[list[str]] = []
+    of = rows.get(mixture=BY_REWARDS)
     for row in sorted(
-        rows.get(way="reward"), key=lambda row: (row.seed, row.rate, row.arm != "plain", row.arm)
+        of, key=lambda row: (row.seed, row.rate, [*METHODS.values()].index((row.arm, row.way)))
     ):
-        apart = rows.get(way="reward", seed=row.seed, rate=row.rate, arm="plain")
-        kept = (
-            "?"
-            if not apart
-            else f"{100 * (row.merged - row.base) / (apart[0].adapter - apart[0].base):.0f} %"
-        )
+        method = next(name for name, how in METHODS.items() if how == (row.arm, row.way))
+        gain = "?"
+        if apart := rows.get(mixture=BY_REWARDS, seed=row.seed, rate=row.rate, arm="plain"):
+            gain = f"{100 * (row.merged - row.base) / (apart[0].adapter - apart[0].base):.0f} %"
         values = f"{row.base:.3f}, {row.adapter:.3f}, {row.merged:.3f}"
-        lines.append(
-            [
-                str(row.seed),
-                row.rate,
-                row.arm,
-                values,
-                kept,
-                f"{row.yoda:.0f} %",
-                f"{row.facts:.0f} %",
-                f"{row.change:.3f}",
-            ]
-        )
+        scores = f"{row.yoda:.0f} %", f"{row.facts:.0f} %", f"{row.change:.3f}"
+        lines.append([str(row.seed), row.rate, method, values, gain, *scores])
     return table(columns, lines)
 
 
@@ -202,12 +190,12 @@ def page(rows: Rows) -> str:
         "## Every rate, seed 0: held-out losses\n",
         curve_table(rows),
     ]
-    if rows.get(way="reward"):
+    if rows.get(mixture=BY_REWARDS):
         parts += [
             "## Reinforcement\n",
             f"{REWARDED} steps of GRPO with `examples/rewards/yoda.py` from tiny-k2 that 28 steps of `sft`"
             " have warmed up and `merge` has written in INT4. Rewards are means of the held-out questions."
-            " Kept: of what ordinary LoRA gains before merging.\n",
+            " Gain: of what ordinary LoRA gains before merging, at the same rate.\n",
             reward_table(rows),
         ]
     costs = rows.path.with_name("cost.json")

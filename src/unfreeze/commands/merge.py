@@ -28,11 +28,14 @@ from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.config.synonyms import COMMANDS, Hint
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.events import RESOLVED
 from unfreeze.core.field import about
 from unfreeze.core.torchrun import started
 from unfreeze.job.end.card import hub_id, license_of, usage
+from unfreeze.job.merge_aware import other_merge
 from unfreeze.job.opening.device import say
 from unfreeze.tracking.live import LoadProgress
+from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
@@ -53,18 +56,11 @@ class Config(Frozen):
         default="same", description="the format to write: the base's own, bfloat16, or Kimi-K2's INT4"
     )
     out: Folder = Field(default="", description="folder to write; default RUN/merged-<to>")
-    scales: Literal["refit", "keep"] = Field(
+    scales: Literal["refit", "keep", "keep-change"] = Field(
         default="refit",
         description=(
             "scales of a quantized weight. refit: recomputed for W + ΔW; keep: the published ones where"
-            " W + ΔW fits them"
-        ),
-    )
-    rounding: Literal["nearest", "change"] = Field(
-        default="nearest",
-        description=(
-            "codes of a quantized weight. nearest: the nearest to W + ΔW, which drops changes below half a"
-            " step; change: on the published scales, enough elements move for ΔW to keep its length"
+            " W + ΔW fits them; keep-change: these, with enough codes moved for ΔW to keep its length"
         ),
     )
     base: ModelName = Field(
@@ -118,16 +114,14 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
         raise ConfigError(f"out = {out} is the folder being merged", next="give another folder")
     if config.columns and not config.data:
         raise ConfigError("columns needs --data", next="give --data FILE")
-    if config.to == "bf16" and config.scales == "keep":
+    if config.to == "bf16" and config.scales != "refit":
         raise ConfigError(
-            "scales = keep, but bf16 has no scales", next="leave --scales out, or use --to same"
+            f"scales = {config.scales}, but bf16 has no scales", next="leave --scales out, or use --to same"
         )
-    if config.to != "same" and config.rounding == "change":
-        raise ConfigError(
-            f"rounding = change, but --to {config.to} has no codes of the base to move from",
-            next="leave --rounding out, or use --to same",
-        )
-    scales = "change" if config.rounding == "change" else config.scales
+    record_of_run = read_object(run / RESOLVED, ConfigError) if (run / RESOLVED).is_file() else {}
+    packed = manifest.scheme() is not None
+    if other := other_merge(record_of_run, config.to, config.scales, packed=packed):
+        say(common)(f"warning: {other}")
     rows = "--no-check" if config.no_check else heldout_rows(run, config.data, config.columns)
 
     import torch
@@ -145,12 +139,10 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
         examples = rows
     deltas = Deltas(model, source.adapter)
     work = MergeWork(manifest, model, deltas, config.to)
-    if scales == "change" and not work.codecs:
-        raise ConfigError("rounding = change, but no weight of the base is quantized", next="leave it out")
-    inputs = by_shards.inputs_of(manifest, source.adapter, config.to, scales)
+    inputs = by_shards.inputs_of(manifest, source.adapter, config.to, config.scales)
     try:
         with writing(out, "out"), LoadProgress("merge", quiet=common.quiet) as progress:
-            record = by_shards.merge(work, deltas, out, inputs, scales, progress)
+            record = by_shards.merge(work, deltas, out, inputs, config.scales, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"finished shards stay in {out}; to continue, run the same command again"
@@ -253,24 +245,14 @@ def sentences(
 
 
 def rounding_remedy(groups: dict[str, dict[str, Any]], config: Config) -> str:
-    """Suggest flags that lose less: bf16 if it keeps nearly all, the other scales if they keep more.
-
-    Rounding to the nearest loses what `--rounding change` would keep wherever codes are the base's own.
-    """
+    """Suggest flags that lose less: bf16 if it keeps nearly all; codes that hold ΔW if the nearest do not."""
     from unfreeze.evaluate.gain import ENOUGH
 
-    other = "keep" if config.scales == "refit" else "refit"
-    better = [
-        entry["ways"][other]["kept"] > entry["ways"][entry["written"][0]]["kept"]
-        for entry in groups.values()
-        if other in entry["ways"] and entry["written"] == [config.scales]
-    ]
     wide = [entry["ways"]["BF16"]["kept"] for entry in groups.values() if "BF16" in entry["ways"]]
     bf16 = config.to != "bf16" and all(share >= ENOUGH for share in wide)
-    near = [entry["ways"][config.scales] for entry in groups.values() if entry["written"] == [config.scales]]
-    drops = config.to == "same" and any(of["kept"] < ENOUGH for of in near)
-    ways = ["--to bf16"] * bf16 + ["--rounding change"] * drops
-    ways += [f"--scales {other}"] * (bool(better) and all(better))
+    near = [entry["ways"] for entry in groups.values() if entry["written"] == [config.scales]]
+    moves = any("keep" in of and of[config.scales]["kept"] < ENOUGH for of in near)
+    ways = ["--to bf16"] * bf16 + ["--scales keep-change"] * moves
     return ", or ".join([*ways, "serve the adapter beside the base (unfreeze export)"])
 
 

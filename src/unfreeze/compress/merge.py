@@ -16,7 +16,7 @@ from unfreeze.checkpoint.shard import Shard
 from unfreeze.compress import shards
 from unfreeze.compress.deltas import Deltas
 from unfreeze.compress.released import RECORD, config_of, copy_beside
-from unfreeze.compress.rounding import Rounded, Row, Way, write_weight
+from unfreeze.compress.rounding import Rounded, Row, Scales, write_weight
 from unfreeze.compress.shards import Progress, files_fingerprint
 from unfreeze.compress.work import MergeWork, Weight
 from unfreeze.config.adapter import CONFIG, weight_files
@@ -49,7 +49,12 @@ class Record(shards.Record):
 
 
 def merge(
-    work: MergeWork, deltas: Deltas, out: Path, inputs: dict[str, Any], scales: Way, progress: Progress | None
+    work: MergeWork,
+    deltas: Deltas,
+    out: Path,
+    inputs: dict[str, Any],
+    scales: Scales,
+    progress: Progress | None,
 ) -> Record:
     """Write the merged checkpoint into `out`, or the files that are still missing there.
 
@@ -111,7 +116,7 @@ def out_files(work: MergeWork, limit: int = MAX_SHARD_BYTES) -> list[OutFile]:
     ]
 
 
-def check_formats(work: MergeWork, scales: Way) -> None:
+def check_formats(work: MergeWork, scales: Scales) -> None:
     """Raise ConfigError if a format can only be read, or if its scales cannot be kept."""
     import torch
 
@@ -123,9 +128,9 @@ def check_formats(work: MergeWork, scales: Way) -> None:
             raise ConfigError(
                 f"{weight.name} is in {codec.name}: {error.message}", next="--to bf16, or --to int4"
             ) from None
-        if scales == "keep" and weight.in_place and not can_keep(codec):
+        if scales != "refit" and weight.in_place and not can_keep(codec):
             raise ConfigError(
-                f"scales = keep is not built for {codec.name}, in which {weight.name} is",
+                f"scales = {scales} is not built for {codec.name}, in which {weight.name} is",
                 next="--scales refit",
             )
 

@@ -14,23 +14,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from unfreeze.checkpoint.shard import Shard
 from unfreeze.checkpoint.tensors import TORCH_DTYPE, stored_tensor
-from unfreeze.compress.aimed import aimed, factor_of
 from unfreeze.compress.deltas import Changes, MatrixPlace
 from unfreeze.compress.work import MergeWork, Out, Weight, WeightHome
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models.blocks.experts import Experts
+from unfreeze.quant.aimed import aimed, factor_of
 from unfreeze.quant.codec import Codec, Texted, kept_suffixes
 from unfreeze.quant.kept import can_keep, kept, refitted
 from unfreeze.quant.requantize import Scales, below, row_blocks
 
-Way = Scales | Literal["change"]
 PLAIN = "BF16"  # the format that --to bf16 writes
 
 
@@ -71,7 +69,12 @@ class Row:
 
 
 def write_weight(
-    work: MergeWork, weight: Weight, deltas: Changes, shard: Shard, wanted: Mapping[str, object], scales: Way
+    work: MergeWork,
+    weight: Weight,
+    deltas: Changes,
+    shard: Shard,
+    wanted: Mapping[str, object],
+    scales: Scales,
 ) -> list[Row]:
     """Write a weight's outputs that `wanted` names into the shard.
 
@@ -151,23 +154,23 @@ def _read(weight: Weight, work: MergeWork, expert: int) -> tuple[Tensor, dict[st
 
 
 def _requantized(
-    codec: Codec, W: Tensor, change: Tensor, stored: dict[str, Tensor], scales: Way
+    codec: Codec, W: Tensor, change: Tensor, stored: dict[str, Tensor], scales: Scales
 ) -> tuple[dict[str, Tensor], dict[str, Rounded]]:
     """(the parts of Q(W + ΔW) in W's format, the rounding for each way of choosing scales).
 
     Some rows at a time if rows are quantized independently: temporaries stay in the cores' caches.
     """
-    factor = factor_of(codec, W, change, stored) if scales == "change" else 1.0
+    factor = factor_of(codec, W, change, stored) if scales == "keep-change" else 1.0
     chosen: list[dict[str, Tensor]] = []
     sums: dict[str, list[float]] = {}
-    for first, last, parts in row_blocks(codec, *W.shape, stored):
+    for first, last, parts in row_blocks(codec, W.shape, stored):
         w, delta = W[first:last], change[first:last]
         fresh = refitted(codec, w + delta, parts)
         ways: dict[str, tuple[dict[str, Tensor], int]] = {"refit": (fresh, 0)}
         if can_keep(codec):
             ways["keep"] = kept(codec, w + delta, parts, fresh)
-        if scales == "change":
-            ways["change"] = aimed(codec, w, factor * delta, ways)
+        if scales == "keep-change":
+            ways[scales] = aimed(codec, w + factor * delta, ways["keep"])
         for way, (requantized, anew) in ways.items():
             moved = codec.dequantize(requantized).float() - w
             terms = _norm(moved) ** 2, float((moved * delta).sum(dtype=torch.float64)), anew

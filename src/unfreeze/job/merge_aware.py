@@ -7,6 +7,7 @@ what `unfreeze merge` writes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import ConfigError
@@ -19,13 +20,14 @@ from unfreeze.quant.halves import Halves
 from unfreeze.quant.int4 import Int4
 from unfreeze.quant.mxfp4 import Mxfp4
 from unfreeze.quant.nvfp4 import Nvfp4
+from unfreeze.quant.requantize import BLOCK
 
 if TYPE_CHECKING:
     from unfreeze.adapters.merge_aware.begin import Roundings
     from unfreeze.checkpoint import Manifest
     from unfreeze.config.lora import LoraConfig
     from unfreeze.models import Decoder
-    from unfreeze.parallel.plan import Plan
+    from unfreeze.parallel.plan import Plan, PlannedModel
     from unfreeze.train.state import State
     from unfreeze.train.step import StepResult
 
@@ -36,6 +38,9 @@ CODECS: dict[str, tuple[type, ...]] = {
     "nvfp4": (Nvfp4,),
     "nf4": (Bits4,),
 }
+
+
+TEMPORARIES = 24  # bytes for each of the weights that are rounded at a time
 
 
 def format_of(merge_aware: str, manifest: Manifest) -> str:
@@ -138,6 +143,40 @@ def check_plan(lora: LoraConfig, plan: Plan) -> None:
             )
 
 
+def planned(lora: LoraConfig, model: PlannedModel) -> PlannedModel:
+    """The model that the plan counts, with `Sizes.rounding`.
+
+    One matrix on each core: ΔW in float32, half of it again, Ŵ, and some temporaries of its rounding. And the
+    codes of all rounded matrices, which answers and samples read.
+    """
+    import torch
+
+    from unfreeze.compress.work import KIMI
+    from unfreeze.models.blocks.experts import Experts
+    from unfreeze.models.targets import chosen_by
+
+    largest = codes = 0
+    for candidate, projections in chosen_by(lora, model.meta).values():
+        owner = candidate.owner
+        if isinstance(owner, Experts):
+            named = {owner.first: owner.gate_up_proj, "down_proj": owner.down_proj}
+            modules = [module for name, module in named.items() if f"{candidate.name}.{name}" in projections]
+            D, I = owner.hidden_size, owner.intermediate_size
+            shapes = [(owner.before * I, D) if module is owner.gate_up_proj else (D, I) for module in modules]
+            matrices = len(owner.held)
+        else:
+            modules, shapes = [owner], [(owner.out_features, owner.in_features)]
+            matrices = 1
+        for module, (rows, columns) in zip(modules, shapes, strict=True):
+            if module.codec is None and (lora.merge_aware != "int4" or columns % KIMI.group_size):
+                continue
+            largest = max(largest, rows * columns)
+            codes += matrices * (module.codec or KIMI).nbytes(rows, columns)
+    cores = torch.get_num_threads() if model.device.type == "cpu" else 1
+    scratch = largest * (6 + model.dtype.itemsize) + TEMPORARIES * min(largest, BLOCK)
+    return replace(model, sizes=replace(model.sizes, rounding=cores * scratch + codes))
+
+
 class MergeAware:
     """Hook of fit(): from a step on, the model is trained as it will be merged."""
 
@@ -164,6 +203,30 @@ class MergeAware:
 
         model = state.model
         begin(model, roundings_of(self._lora, self._manifest, model, adapted_of(model)))
+
+
+def merge_flags(record: Mapping[str, Any]) -> str:
+    """Flags of `unfreeze merge` that write what a run with this record trained; "" for ordinary LoRA."""
+    if not (merge_aware := record.get("lora.merge_aware")):
+        return ""
+    scales = record.get("lora.merge_aware_scales", "refit")
+    return f"--to {'int4' if merge_aware == 'int4' else 'same'}" + (
+        "" if scales == "refit" else f" --scales {scales}"
+    )
+
+
+def other_merge(record: Mapping[str, Any], to: str, scales: str, *, packed: bool) -> str:
+    """A warning if a merge writes other weights than such a run trained; "" if it does not.
+
+    packed: the base is quantized.
+    """
+    merge_aware = record.get("lora.merge_aware")
+    if not merge_aware:
+        return ""
+    same = to == "same" if packed and merge_aware != "int4" else to == "int4" or (packed and to == "same")
+    if same and scales == record.get("lora.merge_aware_scales", "refit"):
+        return ""
+    return f"this run was trained for another merge: {merge_flags(record)}"
 
 
 def begins(lora: LoraConfig) -> str:

@@ -73,8 +73,8 @@ class Adapters:
         return [MergeAware(self.lora, manifest)] if self.lora.merge_aware else []
 
     def planned(self, model: PlannedModel) -> PlannedModel:
-        """The model that the plan counts: as it is."""
-        return model
+        """The model that the plan counts: as it is, and what merge-aware training takes."""
+        return merge_aware.planned(self.lora, model) if self.lora.merge_aware else model
 
     def attach(self, model: Decoder) -> None:
         from unfreeze.adapters import attach

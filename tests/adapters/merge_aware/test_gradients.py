@@ -178,6 +178,24 @@ def test_a_recomputed_layer_has_the_same_bits(kind):
     assert all(torch.equal(a, b) for a, b in zip(once, grads(), strict=True))
 
 
+@pytest.mark.parametrize("kind", ["linear", "experts"])
+def test_gradients_of_two_micro_batches_add_up_to_those_of_one(kind):
+    layer = linear(True) if kind == "linear" else experts(True)
+    x, ids, weights, dy = inputs()
+    dy = drawn(T, 48, seed=6) if kind == "linear" else dy
+
+    def grads(parts: int) -> list[torch.Tensor]:
+        layer.adapter.zero_grad()
+        cut = (each.detach().chunk(parts) for each in (x, ids, weights, dy))
+        for own_x, own_ids, own_weights, own_dy in zip(*cut, strict=True):
+            rest = () if kind == "linear" else (own_ids, own_weights)
+            layer(own_x, *rest).backward(own_dy)
+        return [parameter.grad.clone() for parameter in layer.adapter.parameters()]
+
+    for one, two in zip(grads(1), grads(2), strict=True):
+        assert far(two, one.double()) < TOLERANCE
+
+
 def test_nothing_expanded_is_saved_for_backward():
     layer, (x, ids, weights, _) = experts(True), inputs()
     kept: list[torch.Tensor] = []

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unfreeze.quant.aimed import aimed, factor_of
 from unfreeze.quant.codec import Codec, Packed
 from unfreeze.quant.halves import HALVES, Halves, stacked
+from unfreeze.quant.kept import kept, refitted
 from unfreeze.quant.requantize import Scales, below, requantized, row_blocks
 
 
@@ -21,7 +23,8 @@ class Rounding:
     """The rounding of a matrix when it is merged.
 
     to      the format that is written, if it is another than the base's; None: the base's own
-    scales  of the base's own format: refit for W + ΔW, or keep the base's where they hold it
+    scales  of the base's own format: refit for W + ΔW, or keep the base's where they hold it; keep-change:
+            these, with codes that hold the length of ΔW
     halves  True if the matrix is two on disk (gate above up), each rounded for itself
     """
 
@@ -51,9 +54,9 @@ def rounded_codes(base: Tensor | Packed, change: Tensor, rounding: Rounding) -> 
         w = change.add_((base.dequantize() if isinstance(base, Packed) else base).float())
         return Packed(codec, codec.quantize(w))
     assert isinstance(base, Packed)
+    halves = _halves(base, change, change, rounding.halves)
     own = [
-        _parts_in_place(half, delta, rounding.scales)
-        for half, delta, _ in _halves(base, change, change, rounding.halves)
+        _parts_in_place(half, delta, rounding.scales) for half, delta, _ in halves if isinstance(half, Packed)
     ]
     if isinstance(base.codec, Halves):
         named = zip(HALVES, own, strict=True)
@@ -67,11 +70,7 @@ def _parts_in_place(base: Packed, change: Tensor, scales: Scales) -> dict[str, T
     """The parts of Q in W's own format."""
     if not change.any():
         return dict(base.parts)
-    codec = base.codec
-    blocks = [
-        requantized(codec, change[first:last].add_(codec.dequantize(parts).float()), parts, scales)
-        for first, last, parts in row_blocks(codec, *change.shape, base.parts)
-    ]
+    blocks = [block for _, _, block in _blocks(base, change, scales)]
     return {suffix: below([block[suffix] for block in blocks]) for suffix in blocks[0]}
 
 
@@ -98,15 +97,28 @@ def _in_place(base: Packed, change: Tensor, scales: Scales, out: Tensor) -> None
         out.copy_(base.dequantize())
         return
     codec = base.codec
-    for first, last, parts in row_blocks(codec, *change.shape, base.parts):
-        w = change[first:last].add_(codec.dequantize(parts).float())
-        out[first:last].copy_(codec.dequantize(requantized(codec, w, parts, scales)))
+    for first, last, parts in _blocks(base, change, scales):
+        out[first:last].copy_(codec.dequantize(parts))
+
+
+def _blocks(base: Packed, change: Tensor, scales: Scales) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
+    """(first row, last, their parts of Q)."""
+    codec, factor = base.codec, 1.0
+    if scales == "keep-change":
+        factor = factor_of(codec, base.dequantize().float(), change, base.parts)
+    for first, last, parts in row_blocks(codec, change.shape, base.parts):
+        w, delta = codec.dequantize(parts).float(), change[first:last]
+        if scales == "keep-change":
+            on = kept(codec, w + delta, parts, refitted(codec, w + delta, parts))
+            yield first, last, aimed(codec, w + factor * delta, on)[0]
+        else:
+            yield first, last, requantized(codec, delta.add_(w), parts, scales)
 
 
 def _into(base: Tensor | Packed, change: Tensor, to: Codec, out: Tensor) -> None:
     """Q in another format, whose scales are all new."""
     w = change.add_((base.dequantize() if isinstance(base, Packed) else base).float())
-    for first, last, _ in row_blocks(to, *w.shape, {}):
+    for first, last, _ in row_blocks(to, w.shape, {}):
         out[first:last].copy_(to.dequantize(to.quantize(w[first:last])))
 
 

@@ -13,6 +13,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.schema import DataEvent, EndEvent, Event, PlanEvent, ReceiptEvent, TrainEvent
 from unfreeze.job.end.folder import again
+from unfreeze.job.merge_aware import merge_flags
 from unfreeze.report.events import folded, last, of_kind, read_events
 from unfreeze.report.html import summary_lines, write_report
 from unfreeze.report.times import tokens_per_second
@@ -79,6 +80,8 @@ def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bo
     reader, note = (plan.get("export_for", "vllm"), plan.get("export_note", "")) if plan else ("vllm", "")
     if not export and of_texts(run_dir):  # it has read no conversation: an answer would be a surprise
         return f'next: unfreeze generate {name} --prompt "…"'
+    if export and (flags := merge_flags(read_resolved(run_dir, ConfigError))):
+        return f"next: unfreeze merge {name} {flags}    unfreeze chat {name}"
     if not export or not reader:
         return f'next: unfreeze chat {name}    unfreeze generate {name} --prompt "…"'
     lines = [f"next: unfreeze chat {name}    unfreeze export {name} --for {reader}", *folded(note, "  ")]

@@ -59,9 +59,10 @@ def straight_expert_mlp(
 ) -> Tensor:
     """As `expert_mlp`, where a computed weight holds its factors' change already."""
     backend = _backend(x_TD, down.shape[-1])
-    weights: Any = (gate_up, down)
+    first: Any = gate_up
+    second: Any = down
     return fused_expert_mlp(
-        x_TD, ids_TK, weights_TK, *weights, factors, backend, reuse, activation, gate_up_bias
+        x_TD, ids_TK, weights_TK, first, second, factors, backend, reuse, activation, gate_up_bias
     )
 
 

@@ -55,6 +55,7 @@ class Sizes:
     matrices        weights of the hidden layers' matrices: those that Muon moves (models/matrices.py)
     orthogonal      bytes of Muon's workspace at its largest matrix or stack
     orthogonal_flop of its orthogonalisation of all
+    rounding        bytes of merge-aware training (job/merge_aware.py), on one process
     come_whole      True if a layer's experts cannot be loaded in groups
     num_experts, experts_per_token, expert_width   of a layer of the whole model
     """
@@ -100,6 +101,7 @@ class Sizes:
     matrices: int = 0
     orthogonal: int = 0
     orthogonal_flop: int = 0
+    rounding: int = 0
 
     def adapter_parameters(self, rank: int | None, experts_rank: int | None) -> int:
         """Count adapter parameters: dense at `rank`, experts at `experts_rank` (or `rank`); 0 without."""

@@ -213,6 +213,7 @@ def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
             "batch and rotary tables": work.tokens * (BATCH_BYTES + sizes.tables),
             **worst,
             **({"chosen keys": chosen} if chosen else {}),
+            **({"rounding": sizes.rounding} if sizes.rounding else {}),
             "expert workspace": max(sizes.workspace + cast, work.aside.workspace if work.aside else 0),
             "attention workspace": _attention(sizes, work, hardware.kind),
         },

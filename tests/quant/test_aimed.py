@@ -1,4 +1,4 @@
-"""merge --rounding change: the elements nearest to the next code move, as many as hold the length of ΔW."""
+"""merge --scales keep-change: the elements nearest to the next code move, as many as hold the length of ΔW."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from unfreeze.compress import aimed
-from unfreeze.compress.aimed import factor_of
 from unfreeze.compress.rounding import _requantized
-from unfreeze.quant import Fp8
+from unfreeze.quant import Fp8, aimed
+from unfreeze.quant.aimed import factor_of
 from unfreeze.quant.int4 import Int4, unpack_int4
 from unfreeze.quant.mxfp4 import Mxfp4
 from unfreeze.quant.nvfp4 import Nvfp4
@@ -31,12 +30,12 @@ def matrix(codec, size: float):
 def test_the_change_keeps_its_length_where_the_nearest_code_drops_it(name):
     codec = FORMATS[name]
     W, parts, change = matrix(codec, 0.01 if name != "fp8" else 0.004)
-    written, ways = _requantized(codec, W, change, parts, "change")
-    assert ways["change"].kept == pytest.approx(1, abs=0.02)
+    written, ways = _requantized(codec, W, change, parts, "keep-change")
+    assert ways["keep-change"].kept == pytest.approx(1, abs=0.02)
     assert ways["keep"].kept < 0.6  # the control arm: the nearest codes
     moved = (codec.dequantize(written).float() - W).double()
     assert float((moved * change).sum() / change.double().square().sum()) == pytest.approx(
-        ways["change"].kept, abs=1e-6
+        ways["keep-change"].kept, abs=1e-6
     )
 
 
@@ -44,7 +43,7 @@ def test_the_moved_codes_are_those_of_the_smallest_sufficient_factor():
     """Against numpy in float64, which tries every c at which some code moves, from the smallest on."""
     codec = FORMATS["int4"]
     W, parts, change = matrix(codec, 0.01)
-    written, _ = _requantized(codec, W, change, parts, "change")
+    written, _ = _requantized(codec, W, change, parts, "keep-change")
     codes = unpack_int4(written["weight_packed"], SHAPE[1]).numpy().astype(int)
     before = unpack_int4(parts["weight_packed"], SHAPE[1]).numpy().astype(int)
     scale = np.repeat(parts["weight_scale"].double().numpy(), 32, axis=1)
@@ -59,8 +58,10 @@ def test_the_moved_codes_are_those_of_the_smallest_sufficient_factor():
     tried = np.sort(np.concatenate(halves, axis=None)) * (1 + 1e-9)
     along = (np.sum(scale * moves(c) * delta) for c in tried)
     first = next(c for c, length in zip(tried, along, strict=True) if length >= np.sum(delta**2))
-    assert int((codes - before != moves(first)).sum()) <= 2  # c is known to 1 part in 75,000
-    assert int((moves(first) != 0).sum()) > 100
+    count = int((moves(first) != 0).sum())
+    assert count > 100
+    different = int((codes - before != moves(first)).sum())
+    assert different <= 0.02 * count  # c stops within 1 % of the length
 
 
 def test_a_large_change_is_rounded_to_the_nearest_codes():
@@ -68,9 +69,9 @@ def test_a_large_change_is_rounded_to_the_nearest_codes():
     W, parts, change = matrix(codec, 1.0)
     assert factor_of(codec, W, change, parts) == pytest.approx(1, abs=0.01)
     near, _ = _requantized(codec, W, change, parts, "keep")
-    aim, ways = _requantized(codec, W, change, parts, "change")
+    aim, ways = _requantized(codec, W, change, parts, "keep-change")
     same = near["weight_packed"].eq(aim["weight_packed"]).float().mean()
-    assert same > 0.95 and ways["change"].kept > 0.99
+    assert same > 0.95 and ways["keep-change"].kept > 0.99
 
 
 def test_rows_at_a_time_share_one_factor(monkeypatch):

@@ -1,0 +1,128 @@
+"""Runs trained through the rounding of their merge: the merged folder has the run's held-out loss."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from runs import Stopped, adapter, of_kind, stopping_at
+
+import unfreeze
+from unfreeze import cli
+from unfreeze.core.errors import ConfigError
+
+WORDS = {
+    "steps": 4,
+    "rank": 4,
+    "tokens_per_step": 128,
+    "learning_rate": 2e-2,
+    "lora.targets": ["experts"],
+    "samples": 0,
+    "dtype": "float32",
+    "threads": 1,
+    "quiet": True,
+}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    turns = [{"prompt": f"What is {n}?", "completion": f"{n}, it is. Hmm."} for n in range(12)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in turns))
+    return path
+
+
+@pytest.fixture
+def sft(rows, held_rows, tmp_path):
+    def run(out="run", **fields):
+        words = {"model": unfreeze.TINY_K2, "data": str(rows), "validation": str(held_rows)}
+        return unfreeze.sft(**{**words, "out": tmp_path / out, **WORDS, **fields})
+
+    return run
+
+
+def merged(run, capsys, *flags) -> tuple[dict, str]:
+    """The result of `unfreeze merge`, and what it said."""
+    out = run.path / f"merged{len(list(run.path.glob('merged*')))}"
+    assert cli.main(["merge", str(run.path), "--out", str(out), "--json", *flags]) == 0
+    said = capsys.readouterr()
+    return json.loads(said.out.splitlines()[-1]), said.err
+
+
+def losses(run) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in of_kind(run, "eval")}
+
+
+@pytest.mark.parametrize("scales", ["refit", "keep-change"])
+def test_the_merged_folder_has_the_loss_of_the_runs_validation(scales, sft, capsys):
+    run = sft(merge_aware="int4", merge_aware_from=0.5, merge_aware_scales=scales)
+    flags = ["--scales", scales] if scales != "refit" else []
+    result, said = merged(run, capsys, "--to", "int4", *flags)
+    assert result["gain"]["merged"] == pytest.approx(losses(run)[4], rel=0, abs=1e-5)
+    assert abs(result["gain"]["adapter"] - losses(run)[4]) > 1e-3  # control arm: without the rounding
+    assert "another merge" not in said
+    _, said = merged(run, capsys, "--to", "same", "--scales", "refit" if flags else "keep", "--no-check")
+    assert (
+        f"warning: this run was trained for another merge: --to int4{f' --scales {scales}' if flags else ''}"
+        in said
+    )
+
+
+def test_it_begins_after_its_share_of_the_steps_and_resumes_to_the_bit(sft):
+    plain, whole = sft("plain"), sft("whole", merge_aware="same", merge_aware_from=0.5)
+    steps = [[event["loss"] for event in of_kind(run, "train")] for run in (plain, whole)]
+    assert steps[0][:2] == steps[1][:2] and steps[0][2] != steps[1][2]
+    for stop in (1, 3):  # before it begins, and after
+        words = {"merge_aware": "same", "merge_aware_from": 0.5, "save.every": 1}
+        with pytest.raises(Stopped):
+            sft(f"parts-{stop}", **words, on_step=[stopping_at(stop + 1)])
+        parts = sft(f"parts-{stop}", **words)
+        assert all(torch.equal(ours, adapter(parts)[name]) for name, ours in adapter(whole).items())
+        assert losses(parts)[4] == losses(whole)[4]
+
+
+def test_recompute_changes_no_bit(sft):
+    runs = [sft(name, merge_aware="same", **{"place.recompute": name}) for name in ("nothing", "layers")]
+    first, second = map(adapter, runs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+REFUSED = {
+    "fp8": ({"merge_aware": "fp8"}, "merge_aware is fp8, but .* is in int4-pack-quantized"),
+    "attention": ({"merge_aware": "same", "lora.targets": ["attention"]}, "merging rounds no adapted weight"),
+    "all": ({"merge_aware": "int4", "train": "all", "lora.targets": None}, "lora.merge_aware are given"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_merge_does_not_round_is_refused_before_work(case, sft, tmp_path):
+    fields, words = REFUSED[case]
+    with pytest.raises(ConfigError, match=words) as refused:
+        sft(**fields)
+    assert len(refused.value.message) <= 140 or case == "all"
+    assert refused.value.next and not list((tmp_path / "run").glob("state/*"))
+
+
+def test_a_policy_samples_from_the_rounded_weights(tmp_path):
+    my = tmp_path / "my.py"
+    my.write_text("def reward(prompt, completion, **row):\n    return completion.count('e')\n")
+    run = unfreeze.grpo(
+        model=unfreeze.TINY_K2,
+        data=[{"prompt": f"What is {n}?"} for n in range(6)],
+        reward=str(my),
+        out=tmp_path / "run",
+        steps=3,
+        prompts_per_step=2,
+        answers=4,
+        max_new_tokens=8,
+        **{"rollout.cut": "score", "rank": 2, "samples": 0, "dtype": "float32", "learning_rate": 2e-2},
+        **{"merge_aware": "same", "lora.targets": ["experts"], "quiet": True},
+    )
+    # the sampler's log-probabilities are those of the trainer, whose forward pass is rounded
+    gaps = [event["gap_max"] for event in of_kind(run, "train")]
+    assert len(gaps) == 3 and max(gaps) <= 1e-5
