@@ -187,7 +187,7 @@ def merged(folder: Path, run: Path, of: tuple[str, str, int, str, str], way: str
     shutil.rmtree(out)
     kept = experts["ways"][experts["written"][0]]["kept"]
     measured = gain["base"], gain["adapter"], gain["merged"]
-    row = Row(*of, way, *measured, scored["style"], scored["facts"], experts["keep-change"], kept)
+    row = Row(*of, way, *measured, scored["style"], scored["facts"], experts["change"], kept)
     print(row, flush=True)
     return row
 
@@ -215,9 +215,10 @@ def rewarded(rows: Rows, folder: Path, seed: int, rate: str, arm: str) -> None:
 
 def planned(rows: Rows) -> Iterator[tuple[str, str, int, str, str]]:
     """(mixture, targets, seed, rate, arm) in turn; the second part depends on the rows of the first."""
-    for mixture in MIXTURES:
-        for targets in TARGETS:
-            yield from ((mixture, targets, 0, rate, arm) for rate in RATES for arm in ARMS)
+    for rate in RATES:
+        for mixture in MIXTURES:
+            for targets in TARGETS:
+                yield from ((mixture, targets, 0, rate, arm) for arm in ARMS)
     for seed in SEEDS[1:]:
         for mixture in MIXTURES:
             for targets in TARGETS:
@@ -276,7 +277,7 @@ def main() -> None:
     elif not arguments.only_page:
         for rate in arguments.grpo or ():
             for seed in SEEDS:
-                for arm in ARMS:
+                for arm in ("plain", "aware"):
                     rewarded(rows, arguments.folder, seed, rate, arm)
         for run in planned(rows):
             if all(word in {str(part) for part in run} for word in arguments.only):

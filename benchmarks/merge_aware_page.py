@@ -15,7 +15,7 @@ from unfreeze.parallel.machine import hardware
 
 MIXTURES = ("tiny-k2", "qwen3_moe")
 TARGETS = ("experts", "all-linear")
-RATES = ("1e-3", "1e-4", "3e-3", "3e-4")
+RATES = ("3e-3", "1e-3", "1e-4", "3e-4")
 SEEDS = (0, 1, 2)
 BY_REWARDS = "tiny-k2, by rewards"
 STEPS = 40
