@@ -18,6 +18,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from datetime import date
@@ -93,7 +94,7 @@ QWEN3_MOE: dict[str, Any] = {
 }
 
 
-def made(folder: Path, mixture: str) -> Path:
+def base_of(folder: Path, mixture: str) -> Path:
     """The INT4 base of a mixture; the second one is pretrained in `folder` if it is not there yet."""
     if mixture == "tiny-k2":
         return TINY_K2
@@ -172,7 +173,7 @@ def measure(rows: Rows, folder: Path, run: tuple[str, str, int, str, str]) -> No
     ]
     if not missing:
         return
-    of = trained(folder, made(folder, mixture), run)
+    of = trained(folder, base_of(folder, mixture), run)
     for way in missing:
         rows.add(merged(folder, of, run, way))
 
@@ -231,7 +232,7 @@ def cost(rows: Rows, folder: Path) -> None:
     """Seconds of a step and peak memory of each arm, each in a process of its own, into cost.json."""
     lines: list[dict[str, Any]] = []
     for mixture in MIXTURES:
-        base = made(folder, mixture)
+        base = base_of(folder, mixture)
         for targets in TARGETS:
             for arm, flags in ARMS.items():
                 if "from" in flags:  # its last steps are those of merge-aware
@@ -249,12 +250,36 @@ def cost(rows: Rows, folder: Path) -> None:
                 _, status, used = os.wait4(process.pid, 0)
                 assert status == 0, f"{mixture} {targets} {arm} ended with {status}"
                 events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-                seconds = [event["seconds"] for event in events if event.get("kind") == "step"][4:]
+                seconds = [event["seconds"] for event in events if event["kind"] == "train"][4:]
                 of = {"mixture": mixture, "targets": targets, "arm": arm}
                 lines.append(of | {"seconds": statistics.median(seconds), "mib": used.ru_maxrss / 1024})
                 print(lines[-1], flush=True)
-    record = {"date": str(date.today()), "machine": hardware().name, "rows": lines}
+    record = {
+        "date": str(date.today()),
+        "machine": hardware().name,
+        "rows": lines,
+        "answers": answering(folder),
+    }
     write_file(rows.path.with_name("cost.json"), json.dumps(record, indent=1) + "\n")
+
+
+def answering(folder: Path) -> dict[str, float]:
+    """Seconds to answer the held-out questions in one batch, best of 5, with the adapter apart and merged."""
+    run = trained(folder, TINY_K2, ("tiny-k2", "all-linear", 0, RATES[0], "plain"))
+    whole = folder / "answering"
+    shutil.rmtree(whole, ignore_errors=True)
+    command("merge", run, "--no-check", "--out", whole)
+    questions = [item["question"] for item in QUESTIONS]
+    seconds: dict[str, float] = {}
+    for name, source in (("adapter kept apart", run), ("merged", whole)):
+        model = unfreeze.load(source, dtype="float32")
+        times: list[float] = []
+        for _ in range(6):
+            started = time.perf_counter()
+            model.chat_batch(questions, max_new_tokens=32)
+            times.append(time.perf_counter() - started)
+        seconds[name] = min(times[1:])
+    return seconds
 
 
 def main() -> None:

@@ -134,15 +134,15 @@ def chosen_table(rows: Rows) -> str:
                     continue
                 own, gains = [row for row, _ in of], [gain for _, gain in of]
                 mean = statistics.fmean
-                asked = ["", ""]
+                scores = ["", ""]
                 if method != APART:
-                    asked = [
+                    scores = [
                         f"{mean(row.yoda for row in own):.0f} %",
                         f"{mean(row.facts for row in own):.0f} %",
                     ]
                 lost = f"{mean(loss(row, method) for row in own):.3f}"
                 gain = f"{mean(gains):.1f} % ({min(gains):.1f} %)"
-                lines.append([mixture, targets, method, own[0].rate, str(len(own)), lost, gain, *asked])
+                lines.append([mixture, targets, method, own[0].rate, str(len(own)), lost, gain, *scores])
     return table(columns, lines)
 
 
@@ -213,4 +213,8 @@ def cost_table(record: dict[str, Any]) -> str:
     about = (
         f"One thread, {record['machine']}, {record['date']}; `python -m benchmarks.merge_aware --cost`.\n\n"
     )
-    return about + table(columns, lines)
+    apart, merged = (record["answers"][name] for name in ("adapter kept apart", "merged"))
+    answered = (
+        f"\nAnswering all questions with tiny-k2, adapters on all layers: {apart:.2f} s with the adapter kept"
+    )
+    return about + table(columns, lines) + f"{answered} apart, {merged:.2f} s merged.\n"
