@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from runs import Stopped, adapter, of_kind, stopping_at
@@ -106,6 +108,43 @@ def test_what_a_merge_does_not_round_is_refused_before_work(case, sft, tmp_path)
         sft(**fields)
     assert len(refused.value.message) <= 140 or case == "all"
     assert refused.value.next and not list((tmp_path / "run").glob("state/*"))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """tiny-k2 in bf16."""
+    from unfreeze.checkpoint import open_checkpoint
+
+    folder = tmp_path_factory.mktemp("dense") / "model"
+    tensors = {}
+    scheme = open_checkpoint(unfreeze.TINY_K2).scheme()
+    parts = load_file(unfreeze.TINY_K2 / "model.safetensors")
+    for name, tensor in parts.items():
+        module, _, suffix = name.rpartition(".")
+        if suffix == "weight_packed":
+            own = {part: parts[f"{module}.{part}"] for part in ("weight_packed", "weight_scale")}
+            tensors[f"{module}.weight"] = scheme.codecs[0].dequantize(own).contiguous()
+        elif suffix not in ("weight_scale", "weight_shape"):
+            tensors[name] = tensor
+    shutil.copytree(unfreeze.TINY_K2, folder, ignore=lambda *_: ["model.safetensors"])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_bf16_base_trains_as_its_int4_merge_also_where_no_adapter_is(dense, sft, capsys):
+    """A merge packs attention too: it has no adapter, and is rounded when the rounding begins."""
+    run = sft(model=dense, merge_aware="int4", merge_aware_from=0.5)
+    result, _ = merged(run, capsys, "--to", "int4")
+    assert result["gain"]["merged"] == pytest.approx(losses(run)[4], rel=0, abs=1e-5)
+    _, said = merged(run, capsys, "--to", "same", "--no-check")
+    assert "another merge: --to int4" in said
+    for name in ("nf4", "same"):
+        with pytest.raises(ConfigError, match="is not quantized: a merge writes int4") as refused:
+            sft("other", model=dense, merge_aware=name)
+        assert f"unfreeze quantize {dense} --to " in refused.value.next
 
 
 def test_a_policy_samples_from_the_rounded_weights(tmp_path):

@@ -54,7 +54,7 @@ def format_of(merge_aware: str, manifest: Manifest) -> str:
             return "int4"
         to = "int4" if merge_aware == "same" else merge_aware
         raise ConfigError(
-            f"merge_aware is {merge_aware}, but {manifest.path} is not quantized: a merge writes int4 of it",
+            f"merge_aware is {merge_aware}, but {manifest.path.name} is not quantized: a merge writes int4",
             next=f"--merge-aware int4, or first: unfreeze quantize {manifest.path} --to {to} --out DIR",
         )
     return "same"
@@ -132,8 +132,8 @@ def check(lora: LoraConfig, manifest: Manifest) -> None:
     roundings_of(lora, manifest, model, adapted)
 
 
-def check_plan(lora: LoraConfig, plan: Plan) -> None:
-    """Raise ConfigError for weights that are not where they are rounded."""
+def check_plan(plan: Plan, manifest: Manifest) -> None:
+    """Raise ConfigError for weights that are not where they are rounded, or not as in the files."""
     places = {name: getattr(plan.layout, name) for name in ("experts", "rest", "adapters")}
     for name, place in places.items():
         if place != "device":
@@ -141,6 +141,12 @@ def check_plan(lora: LoraConfig, plan: Plan) -> None:
                 f"merge_aware with place.{name} = {place} is not built: it rounds weights on the device",
                 next=f"--place.{name} device, or remove --merge-aware",
             )
+    wide = [name for name, info in manifest.tensors.items() if info.dtype == "F32" and len(info.shape) > 1]
+    if wide and manifest.scheme() is None and plan.sizes.compute_bytes < 4:
+        raise ConfigError(
+            f"merge_aware rounds the files' numbers, and {wide[0]} is float32 there",
+            next="--memory.dtype float32",
+        )
 
 
 def planned(lora: LoraConfig, model: PlannedModel) -> PlannedModel:

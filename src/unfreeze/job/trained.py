@@ -63,10 +63,10 @@ class Adapters:
         if self.lora.merge_aware:
             merge_aware.check(self.lora, manifest)
 
-    def check_plan(self, plan: Plan) -> None:
+    def check_plan(self, plan: Plan, manifest: Manifest) -> None:
         """Raise ConfigError for a plan that cannot be trained with."""
         if self.lora.merge_aware:
-            merge_aware.check_plan(self.lora, plan)
+            merge_aware.check_plan(plan, manifest)
 
     def hooks(self, manifest: Manifest) -> list[MergeAware]:
         """Hooks before all others, after each step and, by `first`, before the session's first."""
@@ -200,7 +200,7 @@ class AllWeights:
                 next=ADAPTERS,
             )
 
-    def check_plan(self, plan: Plan) -> None:
+    def check_plan(self, plan: Plan, manifest: Manifest) -> None:
         """Accept any plan."""
 
     def hooks(self, manifest: Manifest) -> list[MergeAware]:

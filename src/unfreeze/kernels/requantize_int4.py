@@ -1,0 +1,149 @@
+"""Q(w) in INT4 as one loop over a matrix: absmax, scale, codes and their numbers, group by group.
+
+As Int4.quantize and quant/kept.py, bit for bit, for scales in bf16. Training rounds every adapted weight
+twice a step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unfreeze.kernels.loops.numba_options import Kernel, array, inlined
+from unfreeze.quant.int4 import GRID_MAX, MAX_SCALE, OFFSET, Int4
+
+SEVEN, EIGHT = np.float32(GRID_MAX), np.float32(OFFSET)
+LARGEST = np.float32(MAX_SCALE)
+INTEGERS = np.float32(1.5 * 2**23)  # added and taken away it leaves a whole number, half to even
+SIZE, INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
+
+
+@inlined
+def to_bf16(value):
+    """The bits of float32 `value`, rounded to bf16, ties to even."""
+    bits = np.float32(value).view(np.uint32)
+    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint32(np.uint32(bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000))
+
+
+@inlined
+def code_of(w, scale, low, high):
+    """round(w / scale), half to even, in low..high; scale is not 0."""
+    step = min(max(np.float32(w / scale), np.float32(-16)), np.float32(16))
+    whole = np.float32(np.float32(step + INTEGERS) - INTEGERS)
+    return min(max(whole, low), high)
+
+
+@inlined
+def absmax_bits(w):
+    """The bits of the largest |w|; from INFINITE on, one is not finite."""
+    largest = np.uint32(0)
+    for i in range(w.size):
+        largest = max(largest, np.uint32(np.float32(w[i]).view(np.uint32) & SIZE))
+    return largest
+
+
+@inlined
+def exact(w, scale):
+    """True if the group's numbers are codes times this scale."""
+    same = True
+    for i in range(w.size):
+        number = np.uint32(to_bf16(np.float32(code_of(w[i], scale, -SEVEN, SEVEN) * scale))).view(np.float32)
+        same = same and number == w[i]
+    return same
+
+
+@inlined
+def refit(w, absmax):
+    """Int4.quantize's scale of a group: bf16(absmax / 7), or a neighbour that alone reproduces the group."""
+    scale = np.uint32(to_bf16(min(np.float32(absmax / SEVEN), LARGEST))).view(np.float32)
+    if scale == 0 or np.uint32(np.float32(absmax).view(np.uint32) & np.uint32(0xFFFF)) != 0:
+        return scale  # neither has such a neighbour: its largest number is in bf16
+    for step in (-65536, 65536):
+        bits = np.uint32(np.int64(np.float32(scale).view(np.uint32)) + np.int64(step))
+        other = np.uint32(bits).view(np.float32)
+        if other > 0:
+            code = min(np.float32(np.rint(np.float32(absmax / other))), SEVEN)
+            largest = np.uint32(to_bf16(np.float32(code * other))).view(np.float32)
+            if largest == absmax and exact(w, other) and not exact(w, scale):
+                scale = other
+    return scale
+
+
+@inlined
+def held(w, scale):
+    """True if codes -8..7 hold every w of the group on this scale within half a step (quant/kept.py)."""
+    if scale == 0:
+        zeros = True
+        for i in range(w.size):
+            zeros = zeros and w[i] == 0
+        return zeros
+    inside = True
+    for i in range(w.size):
+        step = np.float32(w[i] / scale)
+        inside = inside and step <= EIGHT - np.float32(0.5) and step >= -EIGHT - np.float32(0.5)
+    return inside
+
+
+@Kernel
+def _round(start, stop, w, scales, keep, group, out32, out16, stride):
+    """w float32 [N, M]; scales uint16 [N, G], the base's: read if `keep`.
+
+    out: float32 bits, or bf16's in out16 (the other is empty), flat with that stride of a row.
+    """
+    narrow = out16.size > 0
+    for row in range(start, stop):
+        for g in range(w.shape[1] // group):
+            first = g * group
+            own = w[row, first : first + group]
+            old = np.float32(0)
+            if keep:
+                old = np.uint32(np.uint32(scales[row, g]) << np.uint32(16)).view(np.float32)
+            largest = absmax_bits(own)
+            low, high = -SEVEN, SEVEN
+            scale = old
+            if keep:
+                low, high = -EIGHT, SEVEN
+            if largest < INFINITE and not (keep and held(own, old)):
+                scale = refit(own, np.uint32(largest).view(np.float32))
+            divisor = np.float32(1) if scale == 0 else scale
+            place = row * stride + first
+            if largest >= INFINITE:  # the loss shows it
+                scale, divisor = np.float32(np.nan), np.float32(1)
+            if narrow:
+                shorts = out16[place : place + group]
+                for i in range(group):
+                    number = to_bf16(np.float32(code_of(own[i], divisor, low, high) * scale))
+                    shorts[i] = np.uint16(number >> np.uint32(16))
+            else:
+                words = out32[place : place + group]
+                for i in range(group):
+                    words[i] = to_bf16(np.float32(code_of(own[i], divisor, low, high) * scale))
+
+
+def rounds(codec: object, w: Tensor, out: Tensor) -> bool:
+    """True if this loop rounds into that format: INT4 with scales in bf16, on a CPU."""
+    return (
+        isinstance(codec, Int4)
+        and codec.scale_dtype == "BF16"
+        and codec.group_size % 2 == 0
+        and w.device.type == "cpu"
+        and w.is_contiguous()
+        and out.stride(-1) == 1
+        and out.dtype in (torch.float32, torch.bfloat16)
+    )
+
+
+def requantize_int4(codec: Int4, w: Tensor, out: Tensor, keep: Tensor | None = None) -> None:
+    """out = the numbers of Q(w), in bf16 or float32; w [N, M] float32.
+
+    keep: scales [N, G] that are used where they hold w. A group with a number that is not finite becomes NaN.
+    """
+    rows, columns = w.shape
+    scales = np.empty((0, 0), np.uint16) if keep is None else array(keep.contiguous())
+    flat = out.as_strided(((rows - 1) * out.stride(0) + columns,), (1,))
+    narrow = out.dtype == torch.bfloat16
+    out32 = np.empty(0, np.uint32) if narrow else array(flat).view(np.uint32)
+    out16 = array(flat) if narrow else np.empty(0, np.uint16)
+    _round(w.numel(), rows, array(w), scales, keep is not None, codec.group_size, out32, out16, out.stride(0))
