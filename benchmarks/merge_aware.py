@@ -127,7 +127,8 @@ def trained(folder: Path, base: Path, run: tuple[str, str, int, str, str]) -> Pa
     words = f"--steps {STEPS} --tokens-per-step 1024 --dtype float32 --place.recompute nothing --threads 1"
     words += f" --optimizer.weight-decay 0.3 --watch.samples 0 --rank 16 --lora.alpha 32 --seed {seed}"
     words += f" --lora.targets {targets} --validation-fraction 0.1 --learning-rate {rate} {ARMS[arm]}"
-    command("sft", "--model", base, "--data", YODA, "--out", out, *words.split())
+    result = command("sft", "--model", base, "--data", YODA, "--out", out, *words.split())
+    assert result["finished"], f"{out} was stopped"
     return out
 
 
@@ -209,7 +210,9 @@ def rewarded(rows: Rows, folder: Path, seed: int, rate: str, arm: str) -> None:
     words = f"--max-new-tokens 32 --reward {YODA_REWARD} --steps {REWARDED} --learning-rate {rate}"
     words += f" --optimizer.schedule linear --dtype float32 --threads 1 --seed {seed} {ARMS[arm]}"
     held_out = TINY_K2 / "held_out.jsonl"
-    command("grpo", "--model", base, "--data", YODA, "--validation", held_out, "--out", out, *words.split())
+    files = ("--data", YODA, "--validation", held_out, "--out", out)
+    result = command("grpo", "--model", base, *files, *words.split())
+    assert result["finished"], f"{out} was stopped"
     for way in missing:
         rows.add(merged(folder, out, (BY_REWARDS, "all-linear", seed, rate, arm), way))
 
