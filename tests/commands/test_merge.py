@@ -117,10 +117,28 @@ def test_what_cannot_be_merged_is_refused(run_dir, tmp_path, capsys):
         ([str(tmp_path / "gone")], "is not a folder"),
         ([str(run_dir), "--no-check", "--out", str(TINY_K2)], "is the folder being merged"),
         ([str(run_dir), "--to", "bf16", "--scales", "keep"], "bf16 has no scales"),
+        ([str(run_dir), "--to", "bf16", "--scales", "keep-change"], "bf16 has no scales"),
         ([str(run_dir), "--columns", "prompt=q"], "columns needs --data"),
     ):
         assert cli.main(["merge", *words]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_scales_that_keep_the_change_are_written_and_said(run_dir, unfreeze_json, tmp_path, capsys):
+    """The figures of the way that was written, in the result and on the card; a rerun is the same merge."""
+    words = ("merge", run_dir, "--no-check", "--out", tmp_path / "out")
+    result = unfreeze_json(*words, "--scales", "keep-change")
+    experts = result["rounding"]["experts"]
+    assert experts["written"] == ["keep-change"] and experts["ways"]["keep-change"]["kept"] == pytest.approx(
+        1, abs=0.01
+    )
+    assert experts["ways"]["keep"]["kept"] < 0.97  # the control arm: the nearest codes
+    assert (
+        "| experts | " in (card := (tmp_path / "out" / "README.md").read_text())
+        and "| keep-change | " in card
+    )
+    assert cli.main([*map(str, words)]) == 2  # to the nearest is another merge
+    capsys.readouterr()
 
 
 def test_several_processes_are_refused(run_dir, monkeypatch, capsys):
@@ -166,7 +184,7 @@ def test_the_first_line_has_the_worst_group_and_what_bf16_keeps():
     assert command.loses_most(groups) == "the experts lose most (3 % of their change is kept)"
     config = command.Config(run="runs/mine")
     assert command.in_bf16(groups, config) == "bf16 keeps 99.9 %"  # never rounded up to all of it
-    assert command.rounding_remedy(groups, config).startswith("--to bf16, or serve")
+    assert command.rounding_remedy(groups, config).startswith("--to bf16, or --scales keep-change, or serve")
     groups["experts"]["ways"]["keep"] = {**groups["experts"]["ways"]["refit"], "kept": 0.5}
     assert "--scales keep" in command.rounding_remedy(groups, config)  # where it keeps more
     assert command.in_bf16(groups, config.model_copy(update={"to": "bf16"})) == ""

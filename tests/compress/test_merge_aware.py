@@ -33,8 +33,10 @@ SPEC.loader.exec_module(packers)
 CASES = [
     ("int4", "int4", "refit"),
     ("int4", "same", "keep"),
+    ("int4", "int4", "keep-change"),
     ("fp8", "fp8", "refit"),
     ("fp8", "same", "keep"),
+    ("fp8", "same", "keep-change"),
     ("moe", "int4", "refit"),
     ("llama", "int4", "refit"),
 ]
@@ -156,7 +158,7 @@ def test_the_merged_folder_holds_the_weights_of_the_forward_pass_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    "name, scales", [("nvfp4", "refit"), ("nvfp4", "keep"), ("mxfp4", "keep"), ("nf4", "refit")]
+    "name, scales", [("nvfp4", "refit"), ("nvfp4", "keep"), ("mxfp4", "keep-change"), ("nf4", "refit")]
 )
 def test_so_do_formats_whose_gate_and_up_are_rounded_apart(name, scales, bases, merging, tmp_path):
     base = packed(name, bases["moe"], merging, tmp_path / "base")

@@ -57,11 +57,11 @@ class Config(Frozen):
         default="same", description="the format to write: the base's own, bfloat16, or Kimi-K2's INT4"
     )
     out: Folder = Field(default="", description="folder to write; default RUN/merged-<to>")
-    scales: Literal["refit", "keep"] = Field(
+    scales: Literal["refit", "keep", "keep-change"] = Field(
         default="refit",
         description=(
             "scales of a quantized weight. refit: recomputed for W + ΔW; keep: the published ones where"
-            " W + ΔW fits them"
+            " W + ΔW fits them; keep-change: these, with enough codes moved for ΔW to keep its length"
         ),
     )
     base: ModelName = Field(
@@ -119,9 +119,9 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
         raise ConfigError(f"out = {out} is the folder being merged", next="give another folder")
     if config.columns and not config.data:
         raise ConfigError("columns needs --data", next="give --data FILE")
-    if config.to == "bf16" and config.scales == "keep":
+    if config.to == "bf16" and config.scales != "refit":
         raise ConfigError(
-            "scales = keep, but bf16 has no scales", next="leave --scales out, or use --to same"
+            f"scales = {config.scales}, but bf16 has no scales", next="leave --scales out, or use --to same"
         )
     record_of_run = read_object(run / RESOLVED, ConfigError) if (run / RESOLVED).is_file() else {}
     packed = manifest.scheme() is not None
@@ -250,18 +250,14 @@ def sentences(
 
 
 def rounding_remedy(groups: dict[str, dict[str, Any]], config: Config) -> str:
-    """Suggest flags that lose less: bf16 if it keeps nearly all, the other scales if they keep more."""
+    """Suggest flags that lose less: bf16 if it keeps nearly all; codes that hold ΔW if the nearest do not."""
     from unfreeze.evaluate.gain import ENOUGH
 
-    other = "keep" if config.scales == "refit" else "refit"
-    better = [
-        entry["ways"][other]["kept"] > entry["ways"][entry["written"][0]]["kept"]
-        for entry in groups.values()
-        if other in entry["ways"] and entry["written"] == [config.scales]
-    ]
     wide = [entry["ways"]["BF16"]["kept"] for entry in groups.values() if "BF16" in entry["ways"]]
     bf16 = config.to != "bf16" and all(share >= ENOUGH for share in wide)
-    ways = ["--to bf16"] * bf16 + [f"--scales {other}"] * (bool(better) and all(better))
+    near = [entry["ways"] for entry in groups.values() if entry["written"] == [config.scales]]
+    moves = any("keep" in of and of[config.scales]["kept"] < ENOUGH for of in near)
+    ways = ["--to bf16"] * bf16 + ["--scales keep-change"] * moves
     return ", or ".join([*ways, "serve the adapter beside the base (unfreeze export)"])
 
 

@@ -128,9 +128,9 @@ def check_formats(work: MergeWork, scales: Scales) -> None:
             raise ConfigError(
                 f"{weight.name} is in {codec.name}: {error.message}", next="--to bf16, or --to int4"
             ) from None
-        if scales == "keep" and weight.in_place and not can_keep(codec):
+        if scales != "refit" and weight.in_place and not can_keep(codec):
             raise ConfigError(
-                f"scales = keep is not built for {codec.name}, in which {weight.name} is",
+                f"scales = {scales} is not built for {codec.name}, in which {weight.name} is",
                 next="--scales refit",
             )
 

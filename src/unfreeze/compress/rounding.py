@@ -26,6 +26,7 @@ from unfreeze.compress.quantize.formats import stored_tensors
 from unfreeze.compress.work import MergeWork, Out, Weight, WeightHome
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models.blocks.experts import Experts
+from unfreeze.quant.aimed import aimed, factor_of
 from unfreeze.quant.codec import Codec, Texted, kept_suffixes
 from unfreeze.quant.kept import can_keep, kept, refitted
 from unfreeze.quant.requantize import Scales, below, row_blocks
@@ -172,6 +173,7 @@ def _requantized(
 
     Some rows at a time if rows are quantized independently: temporaries stay in the cores' caches.
     """
+    factor = factor_of(codec, W, change, stored) if scales == "keep-change" else 1.0
     chosen: list[dict[str, Tensor]] = []
     sums: dict[str, list[float]] = {}
     for first, last, parts in row_blocks(codec, W.shape, stored):
@@ -180,6 +182,8 @@ def _requantized(
         ways: dict[str, tuple[dict[str, Tensor], int]] = {"refit": (fresh, 0)}
         if can_keep(codec):
             ways["keep"] = kept(codec, w + delta, parts, fresh)
+        if scales == "keep-change":
+            ways[scales] = aimed(codec, w + factor * delta, ways["keep"])
         for way, (requantized, anew) in ways.items():
             moved = codec.dequantize(requantized).float() - w
             terms = _norm(moved) ** 2, float((moved * delta).sum(dtype=torch.float64)), anew

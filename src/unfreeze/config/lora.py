@@ -69,9 +69,9 @@ class LoraConfig(BaseModel):
         description="share of the steps after which merge_aware begins; before it, ordinary LoRA",
         json_schema_extra=about("Adapters", alias="merge_aware_from", since="0.2"),
     )
-    merge_aware_scales: Literal["refit", "keep"] = Field(
+    merge_aware_scales: Literal["refit", "keep", "keep-change"] = Field(
         default="refit",
-        description="scales of merge_aware, as in merge --scales: computed again, or the base's",
+        description="scales of merge_aware, as in merge --scales: refit, keep, keep-change",
         json_schema_extra=about("Adapters", alias="merge_aware_scales", since="0.2"),
     )
 

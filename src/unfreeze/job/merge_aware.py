@@ -217,7 +217,7 @@ def merge_flags(record: Mapping[str, Any]) -> str:
         return ""
     scales = record.get("lora.merge_aware_scales", "refit")
     return f"--to {'int4' if merge_aware == 'int4' else 'same'}" + (
-        " --scales keep" if scales == "keep" else ""
+        "" if scales == "refit" else f" --scales {scales}"
     )
 
 

@@ -97,6 +97,14 @@ def kept(codec: Codec, weight: Tensor, parts: Parts, fresh: Parts) -> tuple[dict
     return requantized, count
 
 
+def on_scales(codec: Codec, weight: Tensor, parts: Parts) -> dict[str, Tensor]:
+    """The nearest codes on the scales of `parts`; a weight beyond their range gets the outermost code."""
+    if isinstance(codec, Gridded):
+        grid = codec.grid(parts)
+        return codec.written(grid.codes(weight)[0], grid)
+    return ONTO[type(codec)](codec, weight, parts)[0]
+
+
 def _int4(codec: Int4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
     """Codes -8..7: the format holds -8, though Kimi's own quantizer does not use it."""
     import torch

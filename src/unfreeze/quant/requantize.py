@@ -2,6 +2,7 @@
 
     refit  scales are computed again for W'
     keep   the old scales are used where they can hold W' (quant/kept.py)
+    keep-change   as keep, with enough codes moved for the change to keep its length (quant/aimed.py)
 
 Shapes: W [out, in]; parts as in the codec.
 """
@@ -18,7 +19,7 @@ from unfreeze.quant.kept import by_rows, kept, refitted
 if TYPE_CHECKING:
     from torch import Tensor
 
-Scales = Literal["refit", "keep"]
+Scales = Literal["refit", "keep", "keep-change"]
 BLOCK = 2**19  # weights rounded at a time: a Kimi-K2 matrix takes 0.4 core-seconds so, 1.3 in one piece
 
 

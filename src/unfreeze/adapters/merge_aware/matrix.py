@@ -13,9 +13,11 @@ from torch import Tensor
 
 from unfreeze.kernels.expand import expand
 from unfreeze.kernels.requantize_int4 import requantize_int4, rounds
+from unfreeze.quant.aimed import aimed, factor_of
 from unfreeze.quant.codec import Codec, Packed
 from unfreeze.quant.halves import HALVES, Halves, stacked
 from unfreeze.quant.int4 import Int4
+from unfreeze.quant.kept import kept, refitted
 from unfreeze.quant.requantize import Scales, below, requantized, row_blocks
 
 
@@ -24,7 +26,8 @@ class Rounding:
     """The rounding of a matrix when it is merged.
 
     to      the format that is written, if it is another than the base's; None: the base's own
-    scales  of the base's own format: refit for W + ΔW, or keep the base's where they hold it
+    scales  of the base's own format: refit for W + ΔW, or keep the base's where they hold it; keep-change:
+            these, with codes that hold the length of ΔW
     halves  True if the matrix is two on disk (gate above up), each rounded for itself
     """
 
@@ -70,11 +73,7 @@ def _parts_in_place(base: Packed, change: Tensor, scales: Scales) -> dict[str, T
     """The parts of Q in W's own format."""
     if not _any(change):
         return dict(base.parts)
-    codec = base.codec
-    blocks = [
-        requantized(codec, change[first:last].add_(codec.dequantize(parts).float()), parts, scales)
-        for first, last, parts in row_blocks(codec, change.shape, base.parts)
-    ]
+    blocks = [block for _, _, block in _blocks(base, change, scales)]
     return {suffix: below([block[suffix] for block in blocks]) for suffix in blocks[0]}
 
 
@@ -101,14 +100,27 @@ def _in_place(base: Packed, change: Tensor, scales: Scales, out: Tensor) -> None
         out.copy_(base.dequantize())
         return
     codec = base.codec
-    if rounds(codec, change, out):
+    if scales != "keep-change" and rounds(codec, change, out):
         assert isinstance(codec, Int4)
         w = change.add_(expand(base, None, out))
         requantize_int4(codec, w, out, base.parts["weight_scale"] if scales == "keep" else None)
         return
+    for first, last, parts in _blocks(base, change, scales):
+        out[first:last].copy_(codec.dequantize(parts))
+
+
+def _blocks(base: Packed, change: Tensor, scales: Scales) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
+    """(first row, last, their parts of Q)."""
+    codec, factor = base.codec, 1.0
+    if scales == "keep-change":
+        factor = factor_of(codec, base.dequantize().float(), change, base.parts)
     for first, last, parts in row_blocks(codec, change.shape, base.parts):
-        w = change[first:last].add_(codec.dequantize(parts).float())
-        out[first:last].copy_(codec.dequantize(requantized(codec, w, parts, scales)))
+        w, delta = codec.dequantize(parts).float(), change[first:last]
+        if scales == "keep-change":
+            on = kept(codec, w + delta, parts, refitted(codec, w + delta, parts))
+            yield first, last, aimed(codec, w + factor * delta, on)[0]
+        else:
+            yield first, last, requantized(codec, delta.add_(w), parts, scales)
 
 
 def _into(base: Tensor | Packed, change: Tensor, to: Codec, out: Tensor) -> None:
