@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from unfreeze.core.field import about
 
 Scaling = Literal["alpha/r", "alpha/sqrt(r)"]
+Start = Literal["lora", "pissa", "pissa_niter_4", "pissa_niter_16"]
+"""First values of A and B; peft's names in init_lora_weights, but for "lora"."""
 
 
 def scale_of(rank: int, alpha: float, scaling: Scaling) -> float:
@@ -55,6 +57,26 @@ class LoraConfig(BaseModel):
         description="alpha/r (LoRA), or alpha/sqrt(r) (rank-stabilised, for ranks above about 64)",
         json_schema_extra=about("Adapters", was="scaling"),
     )
+    dora: bool = Field(
+        default=False,
+        description=(
+            "DoRA: also train the length of each row of W + ΔW (linear layers; peft has none for experts)"
+        ),
+        json_schema_extra=about("Adapters", alias="dora", since="0.2"),
+    )
+    start: Start = Field(
+        default="lora",
+        description=(
+            "lora: A random, B zero. pissa: A and B from the largest singular values of W, by a full SVD or"
+            " (niter) a fast one; saved as LoRA of twice the rank"
+        ),
+        json_schema_extra=about("Adapters", since="0.2"),
+    )
+
+    @property
+    def reads_weights(self) -> bool:
+        """True if the adapters' first values come from the weights."""
+        return self.dora or self.start != "lora"
 
     def rank_of(self, group: str) -> int:
         """Return experts_rank for routed experts if it is set, else rank."""

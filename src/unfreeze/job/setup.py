@@ -194,6 +194,7 @@ def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
     planning = replace(setup.planning, lengths=lengths, longest=longest)
     plan, model = agreed_plan(planning, folder, group), planning.model.meta
     parts.plan_check(plan)
+    parts.trained.check_layout(plan.layout)
     refuse_far(plan, rows.tasks)
     if config.muon.qk_clip:
         from unfreeze.models.queries import scalable
@@ -238,6 +239,7 @@ def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
         make_room(model, room(setup.planning.model.counts, plan.work.tokens, mesh.split))
     keep_boundary(model, layout, setup.device)
     parts.trained.attach(model)
+    parts.trained.agree(model, group)
     objective = parts.objective
     if parts.second is not None:
         objective = parts.second.objective(model, setup.device, config.memory.dtype)
@@ -273,7 +275,7 @@ def begun(setup: Setup, rows: EncodedData, plan: Plan, at: Placed) -> tuple[Sour
         model,
         optimizer=optimizer,
         schedule=schedule_of(config.optimizer, steps),
-        after_update=[*parts.after_update(model), *clips],
+        after_update=[*parts.after_update(model), *clips, *parts.trained.after_update(model)],
     )
     state.base, state.metrics = setup.base, (*parts.metrics, *getattr(at.objective, "metrics", ()))
     state.kept, state.interrupt = parts.kept, parts.interrupt

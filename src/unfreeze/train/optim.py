@@ -273,6 +273,9 @@ class AdamW:
         # 1e-6 as in torch.nn.utils.clip_grad_norm_
         scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
         self._used = self._move(learning_rate, scale)
+        # kernels write by addresses, which torch does not see; what is kept by version (adapters/dora.py) would
+        # else be of earlier weights
+        torch.autograd.graph.increment_version([p.detach() for p in self.parameters.values()])
         return Update(grad_norm=norm, clip_scale=scale)
 
     def _move(self, learning_rate: float, scale: float) -> float:
