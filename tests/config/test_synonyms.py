@@ -19,7 +19,6 @@ from unfreeze.core.errors import ConfigError
 FLAGS = [
     ("--qlora", "a 4-bit or 8-bit checkpoint is trained in its own format"),
     ("--resume-from-checkpoint", "the same command resumes its run"),
-    ("--use-dora", "DoRA is not built, LoRA and rsLoRA are"),
     ("--neftune-noise-alpha", "NEFTune is not built"),
     ("--flash-attn", "kernels are chosen for the machine"),
     ("--attn-implementation", "kernels are chosen for the machine"),

@@ -44,7 +44,7 @@ class Opened:
     answers: Answering | None = None
     new: bool = False
     models: dict[tuple[torch.dtype, bool], tuple[Decoder, Counts]] = field(default_factory=dict)
-    known_sizes: dict[tuple[torch.dtype, str, tuple[str, ...] | None], Sizes] = field(default_factory=dict)
+    known_sizes: dict[tuple[torch.dtype, str, tuple[object, ...] | None], Sizes] = field(default_factory=dict)
 
     def model(self, dtype: torch.dtype, lora: LoraConfig | None, kind: str) -> tuple[Decoder, Counts]:
         """Return (the model as a device of that kind holds it, its counts)."""
@@ -69,7 +69,7 @@ class Opened:
         """Sizes for a device of that kind. They do not depend on the adapters' rank."""
         from unfreeze.parallel.plan import measure_sizes
 
-        key = dtype, kind, lora and lora.targets
+        key = dtype, kind, lora and (lora.targets, lora.dora, lora.start)
         if key not in self.known_sizes:
             self.known_sizes[key] = measure_sizes(self.model(dtype, lora, kind)[0], lora, kind)
         return self.known_sizes[key]

@@ -115,6 +115,11 @@ def base_of(source: str | Path) -> str:
     return named
 
 
+def is_dora(folder: Path) -> bool:
+    """True if an adapter's folder holds DoRA, which scales the rows of its own base."""
+    return bool(read_object(folder / CONFIG, AdapterError).get("use_dora"))
+
+
 def longer_of(source: str | Path) -> Longer | None:
     """Return the scaling of positions that an adapter was trained with; None if there is none.
 

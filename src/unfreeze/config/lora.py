@@ -62,7 +62,7 @@ class LoraConfig(BaseModel):
         description=(
             "DoRA: also train the length of each row of W + ΔW (linear layers; peft has none for experts)"
         ),
-        json_schema_extra=about("Adapters", alias="dora", since="0.2"),
+        json_schema_extra=about("Adapters", since="0.2"),
     )
     start: Start = Field(
         default="lora",

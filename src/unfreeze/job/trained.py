@@ -105,7 +105,8 @@ class Adapters:
         peft's fused pairs of routed experts have zeros beside the blocks of gate and up, and beside down's
         rank (adapters/layouts.py). The zeros can double the size.
         """
-        return adapter * (2 if models.shape(manifest.config).num_experts else 1)
+        grown = 2 if self.lora.start != "lora" else 1  # the rank on disk
+        return adapter * grown * (2 if models.shape(manifest.config).num_experts else 1)
 
     def write(self, state: State, manifest: Manifest, model_name: str, mesh: Mesh, folder: Path) -> None:
         """Write the adapter, read it back and compare.

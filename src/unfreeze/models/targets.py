@@ -186,6 +186,14 @@ def parameters_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, 
     return dense, experts
 
 
+def dora_widths(config: LoraConfig, model: nn.Module) -> dict[str, int]:
+    """Outputs of every linear layer that gets a DoRA adapter, by name: its numbers in m, and kept per token."""
+    if not config.dora:
+        return {}
+    chosen = resolve(model, config.targets).values()
+    return {c.name: c.owner.out_features for c, _ in chosen if isinstance(c.owner, Linear)}
+
+
 def largest_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, int]:
     """(dense, experts): elements of the largest factor per unit of rank; 0 if there is none."""
     dense = experts = 0
