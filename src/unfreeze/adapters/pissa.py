@@ -23,6 +23,9 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 
 
+MORE = 8  # columns of the random matrix beyond the rank, as Halko et al. advise
+
+
 def rounds_of(start: str) -> int | None:
     """Rounds of the fast SVD in "pissa_niter_4"; None for a full one."""
     return int(start.rpartition("_")[2]) if "_niter_" in start else None
@@ -90,7 +93,8 @@ def principal(
 def _fast(W: Tensor, rank: int, rounds: int, name: str) -> tuple[Tensor, Tensor, Tensor]:
     """The first singular values of W, from its product with a random matrix and `rounds` power iterations."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
-    drawn = torch.randn(W.shape[1], rank, generator=torch.Generator().manual_seed(seed)).to(W.device)
+    columns = min(rank + MORE, *W.shape)
+    drawn = torch.randn(W.shape[1], columns, generator=torch.Generator().manual_seed(seed)).to(W.device)
     Q = torch.linalg.qr(W @ drawn).Q
     for _ in range(rounds):
         Q = torch.linalg.qr(W @ torch.linalg.qr(W.t() @ Q).Q).Q

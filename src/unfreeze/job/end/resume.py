@@ -26,6 +26,8 @@ FIXED = {
     "lora.rank": _SHAPE,
     "lora.experts_rank": _SHAPE,
     "lora.targets": _TRAINED,
+    "lora.dora": _TRAINED,
+    "lora.start": _SHAPE,
     "seed": _PLACE,
     "training.tokens_per_step": _PLACE,
     "memory.micro_batches": _PLACE,
