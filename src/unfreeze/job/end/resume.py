@@ -27,7 +27,7 @@ FIXED = {
     "lora.experts_rank": _SHAPE,
     "lora.targets": _TRAINED,
     "lora.dora": _TRAINED,
-    "lora.start": _SHAPE,
+    "lora.start": "the adapters are measured from their start",
     "seed": _PLACE,
     "training.tokens_per_step": _PLACE,
     "memory.micro_batches": _PLACE,
