@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from unfreeze.adapters import LoraConfig, attach, load_adapter, save_adapter, sites, verify_adapter
 from unfreeze.adapters import dora as dora_file
 from unfreeze.adapters.dora import Dora, row_norms
-from unfreeze.adapters.output_change import _Part, _only, _Variant
+from unfreeze.adapters.output_change import _only, _Part, _Variant
 from unfreeze.adapters.several import Several
 from unfreeze.adapters.snapshot import Snapshot
 from unfreeze.config.adapter import CONFIG, WEIGHTS, lora_of
@@ -24,7 +24,11 @@ from unfreeze.quant.int4 import Int4
 from unfreeze.train.optim import AdamW
 
 CONFIGURED = LoraConfig(rank=4, alpha=8.0, dora=True)
-NAMES = {"A": "lora_A.default.weight", "B": "lora_B.default.weight", "m": "lora_magnitude_vector.default.weight"}
+NAMES = {
+    "A": "lora_A.default.weight",
+    "B": "lora_B.default.weight",
+    "m": "lora_magnitude_vector.default.weight",
+}
 PROBE = torch.randn(61, generator=torch.Generator().manual_seed(1))
 
 
@@ -151,7 +155,9 @@ def test_a_norm_kept_past_an_update_is_seen(tiny, tmp_path, monkeypatch):
         optimizer.update(0.1, 0.0)
     site = next(iter(sites(model)))
     wrong = site.adapter.norm(site.owner)
-    right = torch.linalg.norm(site.owner.weight + site.adapter.scale * (site.adapter.B @ site.adapter.A), dim=1)
+    right = torch.linalg.norm(
+        site.owner.weight + site.adapter.scale * (site.adapter.B @ site.adapter.A), dim=1
+    )
     kept = (wrong - right).abs().max() > 1e-3
     site.adapter._kept = None
     assert (site.adapter.norm(site.owner) - right).abs().max() < 1e-5
@@ -270,7 +276,7 @@ def test_generation_of_latent_attention_multiplies_by_the_whole_weight(tiny):
 @pytest.mark.parametrize("targets", [("all-linear",), ("experts",), ("shared_experts",)])
 def test_experts_of_a_mixture_are_refused_by_name_with_what_works(tiny, targets):
     model = tiny.model("deepseek")
-    with pytest.raises(AdapterError, match="peft has no DoRA for experts") as error:
+    with pytest.raises(AdapterError, match="peft has no DoRA in the MLPs of a mixture") as error:
         attach(model, LoraConfig(rank=2, targets=targets, dora=True), seed=0)
     assert "--lora.targets attention" in error.value.next and not sites(model)
     attach(model, LoraConfig(rank=2, targets=("attention",), dora=True), seed=0)

@@ -27,7 +27,9 @@ def loss(logits):
 def test_start_ten_steps_and_folder_equal_pefts_after_its_conversion(tiny, tmp_path):
     config = peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights="pissa", target_modules=TARGETS)
     theirs = peft.get_peft_model(tiny.reference("llama"), config)
-    theirs.peft_config["default"].init_lora_weights = True  # as peft's own guide does before it saves the start
+    theirs.peft_config[
+        "default"
+    ].init_lora_weights = True  # as peft's own guide does before it saves the start
     theirs.save_pretrained(tmp_path / "start")
     model = tiny.model("llama")
     base = tiny.logits(model).detach()

@@ -174,7 +174,7 @@ def test_every_flag_named_by_itself_is_a_field():
     }
     named = {flag for text in hints() for flag in re.findall(r"(?<![\w-])--[a-z][\w.-]*", text)}
     others = {"--sweep", "--nproc-per-node", "--model_name_or_path", "--dataset_name", "--use_peft"}
-    others |= {"--use_dora", "--neftune_noise_alpha", "--lora_dropout", "--model_args", "--tasks"}
+    others |= {"--neftune_noise_alpha", "--lora_dropout", "--model_args", "--tasks"}
     others |= {"--enable-lora", "--lora-modules", "--outtype"}
     assert named - every <= others, f"no command has {sorted(named - every - others)}"
 

@@ -61,7 +61,9 @@ def written(run):
     return load_file(run / "adapter/adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["both", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("dora", "pissa"))]
+)
 def test_a_run_that_goes_on_equals_one_that_was_not_interrupted(kind, base, rows, tmp_path, capsys):
     common = ["--model", base, "--data", rows, *KINDS[kind]]
     sft(*common, "--out", tmp_path / "whole", "--steps", 4, "--optimizer.schedule", "constant")

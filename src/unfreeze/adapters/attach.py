@@ -47,14 +47,24 @@ def sites(model: nn.Module) -> list[Site]:
 
 
 def attach(
-    model: nn.Module, config: LoraConfig, seed: int, *, device: torch.device | str | None = None
+    model: nn.Module,
+    config: LoraConfig,
+    seed: int,
+    *,
+    device: torch.device | str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    restored: bool = False,
 ) -> list[Site]:
     """Freeze every parameter, then attach a new adapter to every target.
 
     The output is unchanged, because B is zero, or because B A is that of the start (PiSSA). The same
     (seed, name) gives the same A, independent of other adapters. Works on a model on "meta" (before
     parallel.place fills it), except with DoRA and PiSSA, which read the weights: adapters have memory from
-    the start. device: of the adapters; default: the model's, or the host if the model is on meta.
+    the start.
+
+    device    of the adapters; default: the model's, or the host if the model is on meta
+    progress  called with (bytes of weights done, of all) while singular values are computed
+    restored  True if a save is copied over them afterwards: none are computed then
 
     Raises AdapterError for a target that matches nothing, for an experts_rank without experts, if a target
     already has an adapter, or for weights that are not there to be read.
@@ -69,6 +79,14 @@ def attach(
         _refuse_unread(chosen.values(), config)
     model.requires_grad_(False)
     place = _device(model) if device is None else torch.device(device)
+    done, total = 0, 4 * sum(_weights(*each) for each in chosen.values())
+
+    def advance(weights: int) -> None:
+        nonlocal done
+        done += 4 * weights
+        if progress is not None:
+            progress(done, total)
+
     for name, (candidate, projections) in chosen.items():
         owner = candidate.owner
         adapter = put_adapter(
@@ -78,11 +96,23 @@ def attach(
             adapter.reset(seed, name, owner.held.first)
         elif isinstance(adapter, LowRank):
             adapter.reset(seed, name)
-        if config.start != "lora":
-            pissa.begin(name, owner, adapter, config.start)
+        if config.start != "lora" and restored:
+            pissa.hold(adapter)
+        elif config.start != "lora":
+            pissa.begin(name, owner, adapter, config.start, advance)
         if isinstance(adapter, Dora) and isinstance(owner, Linear):
             adapter.begin(owner)
     return sites(model)
+
+
+def _weights(candidate: TargetCandidate, projections: frozenset[str]) -> int:
+    """Weights of the adapted matrices that are held here."""
+    owner = candidate.owner
+    if isinstance(owner, Linear):
+        return owner.in_features * owner.out_features
+    matrices = owner.before * (f"{candidate.name}.{owner.first}" in projections)
+    matrices += f"{candidate.name}.down_proj" in projections
+    return len(owner.held) * matrices * owner.hidden_size * owner.intermediate_size
 
 
 def _refuse_unread(chosen: Iterable[tuple[TargetCandidate, frozenset[str]]], config: LoraConfig) -> None:

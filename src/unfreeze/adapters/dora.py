@@ -34,8 +34,8 @@ SLAB_BYTES = 32 << 20  # of the float32 rows that are summed at once
 class Dora(LowRank):
     """The factors of ΔW, and m fp32 [out]: the length of each row of W'.
 
-    At `scale` 0 the layer is the base's; at a multiple f of its own scale, m / ‖W + ΔW‖ is f times as far from
-    1 (the receipt amplifies an adapter so).
+    At `scale` 0 the layer is the base's; at f times its own scale, m / ‖W + ΔW‖ is f times as far from 1 (the
+    receipt amplifies an adapter so).
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Dora(LowRank):
         change = (B_OR @ A_RI).mul(scale).to(linear.dtype)
         return (linear.matrix() + change) * self.gain(linear)[:, None].to(linear.dtype)
 
+    @torch.inference_mode(False)  # what is kept may train later
     @torch.no_grad()
     def norm(self, linear: Linear) -> Tensor:
         """‖W + ΔW‖ of each row at the adapter's own scale, float32 [out].

@@ -46,8 +46,8 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.targets import REWRITTEN, candidates
 
-# REWRITTEN: in an MoE model, peft 0.21 with transformers 5 takes target_modules that end in these names for the
-# routed experts, doubles their rank and skips the dense and shared MLPs
+# REWRITTEN: in an MoE model, peft 0.21 with transformers 5 takes target_modules that end in these names for
+# the routed experts, doubles their rank and skips the dense and shared MLPs
 # (peft/utils/transformers_weight_conversion.py). Targeting the weight as a parameter gives the same tensors
 # under the same names, and peft does not rewrite it.
 
@@ -293,26 +293,12 @@ def _peft_entries(adapted: list[Site], model: nn.Module) -> list[Entry]:
             # peft nests one wrapper per parameter; gate_up is the inner one
             key = f"{site.name}.base_layer" if both else site.name
             entries.append(
-                Entry(
-                    key,
-                    f"{site.name}.{site.owner.first}",
-                    True,
-                    site.name,
-                    of.gate_up_A,
-                    B,
-                    of.scale,
-                )
+                Entry(key, f"{site.name}.{site.owner.first}", True, site.name, of.gate_up_A, B, of.scale)
             )
         if of.down_A is not None and of.down_B is not None:
             entries.append(
                 Entry(
-                    site.name,
-                    f"{site.name}.down_proj",
-                    True,
-                    site.name,
-                    of.down_A,
-                    of.down_B,
-                    of.down_scale,
+                    site.name, f"{site.name}.down_proj", True, site.name, of.down_A, of.down_B, of.down_scale
                 )
             )
     if swapped(model):

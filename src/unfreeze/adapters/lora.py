@@ -47,8 +47,8 @@ class Start(nn.Module):
         return torch.cat(both, dim=-2).flatten(-3, -2), torch.cat((B - self.B, self.B), dim=-1)
 
 
-def _pair(start: Start | None, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-    return (A, B) if start is None else start.pair(A, B)
+def _pair(start: Start | None, A: Tensor | None, B: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return (A, B) if start is None or A is None or B is None else start.pair(A, B)
 
 
 class LowRank(nn.Module):
@@ -70,7 +70,8 @@ class LowRank(nn.Module):
 
     def factors(self) -> tuple[Tensor, Tensor, float]:
         """(A [R, in], B [out, R], scale), for the layer that multiplies; of twice the rank with a `start`."""
-        return *_pair(self.start, self.A, self.B), self.scale
+        A, B = (self.A, self.B) if self.start is None else self.start.pair(self.A, self.B)
+        return A, B, self.scale
 
     @torch.no_grad()
     def reset(self, seed: int, name: str) -> None:
@@ -126,11 +127,8 @@ class ExpertLowRank(nn.Module):
 
     def factors(self) -> ExpertFactors:
         """The factors in the form of kernels/expert_mlp; of twice the rank with a start."""
-        gate_up, down = (self.gate_up_A, self.gate_up_B), (self.down_A, self.down_B)
-        if gate_up[0] is not None and gate_up[1] is not None:
-            gate_up = _pair(self.gate_up_start, *gate_up)
-        if down[0] is not None and down[1] is not None:
-            down = _pair(self.down_start, *down)
+        gate_up = _pair(self.gate_up_start, self.gate_up_A, self.gate_up_B)
+        down = _pair(self.down_start, self.down_A, self.down_B)
         return ExpertFactors(*gate_up, *down, scale=self.scale, down_scale=self.down_scale)
 
     @torch.no_grad()

@@ -12,7 +12,8 @@ Source: Meng et al. 2024, arXiv:2404.02948; the fast SVD: Halko et al. 2011, arX
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from unfreeze.adapters.lora import ExpertLowRank, LowRank, Start
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
-
+from unfreeze.quant.codec import Packed
 
 MORE = 8  # columns of the random matrix beyond the rank, as Halko et al. advise
 
@@ -32,43 +33,71 @@ def rounds_of(start: str) -> int | None:
 
 
 @torch.no_grad()
-def begin(name: str, owner: Linear | Experts, adapter: LowRank | ExpertLowRank, start: str) -> None:
+def begin(
+    name: str,
+    owner: Linear | Experts,
+    adapter: LowRank | ExpertLowRank,
+    start: str,
+    advance: Callable[[int], None] = lambda weights: None,
+) -> None:
     """Set the factors of one site from its weight, and keep them as its start.
 
-    Packed weights are dequantized, one expert at a time. Raises AdapterError for a rank above the number of
-    singular values.
+    Packed weights are dequantized, one expert at a time. advance: called with the weights of each matrix.
+    Raises AdapterError for a rank above the number of singular values.
     """
     rounds = rounds_of(start)
-    if isinstance(owner, Linear):
-        assert isinstance(adapter, LowRank)
-        A, B = principal(owner.matrix(), adapter.rank, adapter.scale, name, rounds)
-        adapter.A.copy_(A)
-        adapter.B.copy_(B)
+    for part, weight, A_RI, B_OR, scale in _matrices(name, owner, adapter):
+        W = weight()
+        A, B = principal(W, len(A_RI), scale, part, rounds)
+        A_RI.copy_(A)
+        B_OR.copy_(B)
+        advance(W.numel())
+    hold(adapter)
+
+
+def hold(adapter: LowRank | ExpertLowRank) -> None:
+    """Keep the present factors as the adapter's start."""
+    if isinstance(adapter, LowRank):
         adapter.start = Start(adapter.A, adapter.B)
         return
-    assert isinstance(adapter, ExpertLowRank)
-    parts = len(adapter.names)
-    first, down = owner.gate_up_proj.value(), owner.down_proj.value()
-    for e in range(len(owner.held)):
-        number = owner.held.first + e
-        if adapter.gate_up_A is not None and adapter.gate_up_B is not None:
-            pairs = zip(adapter.gate_up_A[e].chunk(parts), adapter.gate_up_B[e].chunk(parts), strict=True)
-            matrix = first[e] if isinstance(first, Tensor) else first[e].dequantize()
-            halves = owner.activation.split(matrix, 0) if parts > 1 else (matrix,)
-            for half, W, (A_RI, B_OR) in zip(adapter.names, halves, pairs, strict=True):
-                A, B = principal(W, len(A_RI), adapter.scale, f"{name}.{number}.{half}", rounds)
-                A_RI.copy_(A)
-                B_OR.copy_(B)
-        if adapter.down_A is not None and adapter.down_B is not None:
-            W = down[e] if isinstance(down, Tensor) else down[e].dequantize()
-            name_e = f"{name}.{number}.down_proj"
-            A, B = principal(W, len(adapter.down_A[e]), adapter.down_scale, name_e, rounds)
-            adapter.down_A[e].copy_(A)
-            adapter.down_B[e].copy_(B)
     if adapter.gate_up_A is not None and adapter.gate_up_B is not None:
-        adapter.gate_up_start = Start(adapter.gate_up_A, adapter.gate_up_B, parts)
+        adapter.gate_up_start = Start(adapter.gate_up_A, adapter.gate_up_B, len(adapter.names))
     if adapter.down_A is not None and adapter.down_B is not None:
         adapter.down_start = Start(adapter.down_A, adapter.down_B)
+
+
+Matrix = tuple[str, Callable[[], Tensor], Tensor, Tensor, float]
+"""Its name, its weight [out, in], A and B as views, scale."""
+
+
+def _matrices(name: str, owner: Linear | Experts, adapter: LowRank | ExpertLowRank) -> Iterator[Matrix]:
+    """The matrices of a site; gate and up of an expert are two."""
+    if isinstance(owner, Linear):
+        assert isinstance(adapter, LowRank)
+        yield name, owner.matrix, adapter.A, adapter.B, adapter.scale
+        return
+    assert isinstance(adapter, ExpertLowRank)
+    count, first, down = len(adapter.names), owner.gate_up_proj.value(), owner.down_proj.value()
+    for e in range(len(owner.held)):
+        own = f"{name}.{owner.held.first + e}"
+        if adapter.gate_up_A is not None and adapter.gate_up_B is not None:
+            whole = _dense(first, e)
+            halves = owner.activation.split(whole, 0) if count > 1 else (whole,)
+            pairs = zip(adapter.gate_up_A[e].chunk(count), adapter.gate_up_B[e].chunk(count), strict=True)
+            for half, W, (A, B) in zip(adapter.names, halves, pairs, strict=True):
+                yield f"{own}.{half}", partial(_same, W), A, B, adapter.scale
+        if adapter.down_A is not None and adapter.down_B is not None:
+            W = partial(_dense, down, e)
+            yield f"{own}.down_proj", W, adapter.down_A[e], adapter.down_B[e], adapter.down_scale
+
+
+def _dense(stack: Tensor | Packed, expert: int) -> Tensor:
+    matrix = stack[expert]
+    return matrix if isinstance(matrix, Tensor) else matrix.dequantize()
+
+
+def _same(matrix: Tensor) -> Tensor:
+    return matrix
 
 
 def principal(
@@ -108,11 +137,13 @@ def starts(model: nn.Module) -> Iterator[tuple[str, Start]]:
 
 
 class KeptStarts:
-    """A₀ and B₀ among the tensors of a save: a resumed run has them bit for bit, whatever machine it is on."""
+    """A₀ and B₀ among the tensors of a save: a resumed run has them bit for bit, on any machine."""
 
     def __init__(self, model: nn.Module):
         self._tensors = {
-            f"{name}.{half}": tensor for name, start in starts(model) for half, tensor in start.named_buffers()
+            f"{name}.{half}": tensor
+            for name, start in starts(model)
+            for half, tensor in start.named_buffers()
         }
 
     def __call__(self, expert_load: Mapping[int, Sequence[int]]) -> None:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.adapters.attach import sites
-from unfreeze.adapters.files import read_files
 from unfreeze.adapters.dora import Dora
+from unfreeze.adapters.files import read_files
 from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import LowRank
 from unfreeze.adapters.names import in_ours, keys_in_ours, swapped

@@ -238,7 +238,7 @@ def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
     if mesh.split > 1:
         make_room(model, room(setup.planning.model.counts, plan.work.tokens, mesh.split))
     keep_boundary(model, layout, setup.device)
-    parts.trained.attach(model)
+    parts.trained.attach(model, quiet=setup.common.quiet, restored=setup.folder.step > 0)
     parts.trained.agree(model, group)
     objective = parts.objective
     if parts.second is not None:

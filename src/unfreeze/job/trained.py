@@ -63,10 +63,13 @@ class Adapters:
         """The model that the plan counts: as it is."""
         return model
 
-    def attach(self, model: Decoder) -> None:
+    def attach(self, model: Decoder, *, quiet: bool = False, restored: bool = False) -> None:
+        """Put the adapters on the model. restored: a save is copied into them afterwards."""
         from unfreeze.adapters import attach
+        from unfreeze.tracking.live import LoadProgress
 
-        attach(model, self.lora, self._seed)
+        with LoadProgress("singular values", quiet=quiet) as progress:
+            attach(model, self.lora, self._seed, progress=progress, restored=restored)
 
     def check_layout(self, layout: Layout) -> None:
         """Raise ConfigError for a layout in which the weights that the adapters start from cannot be read."""
@@ -84,7 +87,7 @@ class Adapters:
                 )
 
     def agree(self, model: Decoder, group: Group) -> None:
-        """Give all processes the first values of the first: computed from W, they may differ in a last bit."""
+        """Give all processes the first one's values: computed from W, they may differ in a last bit."""
         if self.lora.reads_weights and group.size > 1:
             from unfreeze.adapters import adapter_parameters
             from unfreeze.adapters.pissa import starts
@@ -155,7 +158,7 @@ class Continued(Adapters):
         self.source = source
         self.begins = f", continued from {source}"
 
-    def attach(self, model: Decoder) -> None:
+    def attach(self, model: Decoder, *, quiet: bool = False, restored: bool = False) -> None:
         from unfreeze.adapters import load_adapter
         from unfreeze.adapters.read import untrainable
 
@@ -223,7 +226,7 @@ class AllWeights:
         """The model that the plan counts: as it is, every weight trains."""
         return model
 
-    def attach(self, model: Decoder) -> None:
+    def attach(self, model: Decoder, *, quiet: bool = False, restored: bool = False) -> None:
         """Let indexers train, if they should: the other parameters already require gradients."""
         if self._indexer:
             from unfreeze.models.indexers import train_indexers

@@ -85,8 +85,8 @@ def _refuse_without_dora(names: Sequence[str], model: nn.Module) -> None:
     if without := without_dora(names, model):
         leaves = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in without))
         raise AdapterError(
-            f"lora.dora: {len(without)} of {len(names)} targets ({leaves}) can have none: peft has no DoRA for"
-            " experts of a mixture, nor for layers named as they are",
+            f"lora.dora: {len(without)} of {len(names)} targets can have none ({leaves}): peft has no DoRA in"
+            " the MLPs of a mixture",
             next="--lora.targets attention, or remove lora.dora",
         )
 
@@ -187,7 +187,7 @@ def parameters_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, 
 
 
 def dora_widths(config: LoraConfig, model: nn.Module) -> dict[str, int]:
-    """Outputs of every linear layer that gets a DoRA adapter, by name: its numbers in m, and kept per token."""
+    """Outputs of each linear layer that gets DoRA, by name: its numbers in m, and those kept of a token."""
     if not config.dora:
         return {}
     chosen = resolve(model, config.targets).values()

@@ -211,7 +211,7 @@ class WholeAdapter(Protocol):
 
 @runtime_checkable
 class WithMatrix(Protocol):
-    """A WholeAdapter that can give the weight with its update, for attention that multiplies by parts of it."""
+    """A WholeAdapter that gives the weight with its update, for attention that multiplies by parts of it."""
 
     def matrix(self, linear: Linear) -> Tensor:
         """W' [out, in], in the computation's dtype."""
