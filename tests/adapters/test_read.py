@@ -61,7 +61,7 @@ def cut(name):
         (rename(EXPERT, EXPERT.replace(".2.", ".7.")), ["experts.7.up_proj", "is unknown"]),
         (
             lambda t: t.update({f"{O_PROJ}.lora_magnitude_vector.weight": torch.ones(32)}),
-            ["lora_magnitude_vector", "is unknown"],
+            ["o_proj has a lora_magnitude_vector, but use_dora is false"],
         ),
     ],
 )
@@ -78,7 +78,8 @@ def test_a_misfit_is_counted_and_named_and_the_model_stays_as_it_was(tiny, saved
     ("change", "said"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"use_dora": True}, "use_dora = True"),
+        ({"use_dora": True}, "has no lora_magnitude_vector, though use_dora is true"),
+        ({"use_dora": "yes"}, "use_dora is 'yes'"),
         ({"bias": "all"}, "bias = 'all'"),
         ({"r": None}, "r is None"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),

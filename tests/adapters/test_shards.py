@@ -115,6 +115,23 @@ def test_shards_together_are_the_one_file(family, count, tmp_path):
         assert torch.equal(found, value if rows is None else value[rows.slice]), name
 
 
+def test_shards_without_an_expert_are_the_first_alone(tmp_path):
+    """Adapters on attention, here DoRA's: the second process has nothing to write."""
+    whole = models.build(
+        models.shape({**SHAPES["qwen2_moe"], "model_type": "qwen2_moe"}), dtype=torch.float32, device="cpu"
+    )
+    models.initialize(whole, 0)
+    attach(whole, LoraConfig(rank=2, targets=("attention",), dora=True), 0)
+    for rank in range(2):
+        save_shard(whole, tmp_path / "many", rank, 2)
+    save_index(whole, tmp_path / "many", [4, 3])
+    assert [file.name for file in (tmp_path / "many").glob("*.safetensors")] == [shard_name(0, 2)]
+    save_adapter(whole, tmp_path / "one")
+    (config, tensors), (expected_config, expected) = (read_files(tmp_path / name) for name in ("many", "one"))
+    assert config == expected_config and tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
 def test_control_arm_shards_of_other_experts_are_another_adapter(tmp_path):
     whole = trained("qwen2_moe")
     in_shards(whole, "qwen2_moe", tmp_path / "right", 2)

@@ -144,11 +144,12 @@ def test_control_arm_another_experts_delta_is_seen(bases, adapter, merging, tmp_
     monkeypatch.setattr(
         deltas_file.Deltas,
         "of",
-        lambda self, place: right(
+        lambda self, place, weight=None: right(
             self,
             type(place)(place.site, place.projection, 1 - place.expert, place.half)
             if place.expert < 2
             else place,
+            weight,
         ),
     )
     merging.run(bases["moe"], folder, tmp_path / "out", "bf16")

@@ -73,7 +73,7 @@ def test_patterns_of_whole_names_are_matched_as_peft_matches_them(layer, pattern
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"use_dora": True}, "use_dora = True is not built"),
+        ({"use_dora": 1}, "use_dora is 1"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices = [1]"),
         ({"bias": "lora_only"}, "bias = 'lora_only'"),

@@ -19,7 +19,6 @@ from unfreeze.core.errors import ConfigError
 FLAGS = [
     ("--qlora", "a 4-bit or 8-bit checkpoint is trained in its own format"),
     ("--resume-from-checkpoint", "the same command resumes its run"),
-    ("--use-dora", "DoRA is not built, LoRA and rsLoRA are"),
     ("--neftune-noise-alpha", "NEFTune is not built"),
     ("--flash-attn", "kernels are chosen for the machine"),
     ("--attn-implementation", "kernels are chosen for the machine"),
@@ -175,7 +174,7 @@ def test_every_flag_named_by_itself_is_a_field():
     }
     named = {flag for text in hints() for flag in re.findall(r"(?<![\w-])--[a-z][\w.-]*", text)}
     others = {"--sweep", "--nproc-per-node", "--model_name_or_path", "--dataset_name", "--use_peft"}
-    others |= {"--use_dora", "--neftune_noise_alpha", "--lora_dropout", "--model_args", "--tasks"}
+    others |= {"--neftune_noise_alpha", "--lora_dropout", "--model_args", "--tasks"}
     others |= {"--enable-lora", "--lora-modules", "--outtype"}
     assert named - every <= others, f"no command has {sorted(named - every - others)}"
 

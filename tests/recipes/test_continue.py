@@ -136,9 +136,9 @@ def test_what_contradicts_it_is_refused_without_a_folder(more, said, first, agai
 def test_an_adapter_that_is_not_plain_lora_is_refused_without_a_folder(first, again, capsys, tmp_path):
     shutil.copytree(first[0] / "adapter", tmp_path / "odd")
     path = tmp_path / "odd" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": True}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_bias": True}))
     arguments, out = again
-    assert "use_dora = True is not built" in sft(capsys, *arguments, "--adapter", tmp_path / "odd", code=2)
+    assert "lora_bias = True is not built" in sft(capsys, *arguments, "--adapter", tmp_path / "odd", code=2)
     assert not out.exists()
 
 

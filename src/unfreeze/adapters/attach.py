@@ -5,13 +5,15 @@ A site is one Linear, or the stacked Experts of one layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from unfreeze.adapters import pissa
+from unfreeze.adapters.dora import Dora
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.errors import AdapterError
@@ -45,16 +47,27 @@ def sites(model: nn.Module) -> list[Site]:
 
 
 def attach(
-    model: nn.Module, config: LoraConfig, seed: int, *, device: torch.device | str | None = None
+    model: nn.Module,
+    config: LoraConfig,
+    seed: int,
+    *,
+    device: torch.device | str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    restored: bool = False,
 ) -> list[Site]:
     """Freeze every parameter, then attach a new adapter to every target.
 
-    The output is unchanged, because B is zero. The same (seed, name) gives the same A, independent of other
-    adapters. Works on a model on "meta" (before parallel.place fills it): adapters have memory from the
-    start. device: of the adapters; default: the model's, or the host if the model is on meta.
+    The output is unchanged, because B is zero, or because B A is that of the start (PiSSA). The same
+    (seed, name) gives the same A, independent of other adapters. Works on a model on "meta" (before
+    parallel.place fills it), except with DoRA and PiSSA, which read the weights: adapters have memory from
+    the start.
 
-    Raises AdapterError for a target that matches nothing, for an experts_rank without experts, or if a target
-    already has an adapter.
+    device    of the adapters; default: the model's, or the host if the model is on meta
+    progress  called with (bytes of weights done, of all) while singular values are computed
+    restored  True if a save is copied over them afterwards: none are computed then
+
+    Raises AdapterError for a target that matches nothing, for an experts_rank without experts, if a target
+    already has an adapter, or for weights that are not there to be read.
     """
     chosen = chosen_by(config, model)
     taken = [name for name, (candidate, _) in chosen.items() if candidate.owner.adapter is not None]
@@ -62,15 +75,58 @@ def attach(
         raise AdapterError(
             f"{len(taken)} of {len(chosen)} targets already carry an adapter; first: {taken[0]}"
         )
+    if config.reads_weights:
+        _refuse_unread(chosen.values(), config)
     model.requires_grad_(False)
     place = _device(model) if device is None else torch.device(device)
+    done, total = 0, 4 * sum(_weights(*each) for each in chosen.values())
+
+    def advance(weights: int) -> None:
+        nonlocal done
+        done += 4 * weights
+        if progress is not None:
+            progress(done, total)
+
     for name, (candidate, projections) in chosen.items():
-        adapter = put_adapter(candidate, projections, config.rank_of, config.scale_of, place)
-        if isinstance(adapter, ExpertLowRank) and isinstance(candidate.owner, Experts):
-            adapter.reset(seed, name, candidate.owner.held.first)
+        owner = candidate.owner
+        adapter = put_adapter(
+            candidate, projections, config.rank_of, config.scale_of, place, dora=config.dora
+        )
+        if isinstance(adapter, ExpertLowRank) and isinstance(owner, Experts):
+            adapter.reset(seed, name, owner.held.first)
         elif isinstance(adapter, LowRank):
             adapter.reset(seed, name)
+        if config.start != "lora" and restored:
+            pissa.hold(adapter)
+        elif config.start != "lora":
+            pissa.begin(name, owner, adapter, config.start, advance)
+        if isinstance(adapter, Dora) and isinstance(owner, Linear):
+            adapter.begin(owner)
     return sites(model)
+
+
+def _weights(candidate: TargetCandidate, projections: frozenset[str]) -> int:
+    """Weights of the adapted matrices that are held here."""
+    owner = candidate.owner
+    if isinstance(owner, Linear):
+        return owner.in_features * owner.out_features
+    matrices = owner.before * (f"{candidate.name}.{owner.first}" in projections)
+    matrices += f"{candidate.name}.down_proj" in projections
+    return len(owner.held) * matrices * owner.hidden_size * owner.intermediate_size
+
+
+def _refuse_unread(chosen: Iterable[tuple[TargetCandidate, frozenset[str]]], config: LoraConfig) -> None:
+    """Raise AdapterError if a weight that the start is computed from is on meta."""
+    for candidate, _ in chosen:
+        owner = candidate.owner
+        parts = [owner] if isinstance(owner, Linear) else [owner.gate_up_proj, owner.down_proj]
+        tensors = [t for part in parts for t in (*part.parameters(), *part.buffers())]
+        if any(tensor.device.type == "meta" for tensor in tensors):
+            name = "lora.dora" if config.dora else f"lora.start = {config.start}"
+            raise AdapterError(
+                f"{name} reads the weights, and those of {candidate.name} are not on this device",
+                next="attach after they are loaded; experts on the device: --place.experts device",
+            )
 
 
 def put_adapter(
@@ -79,12 +135,15 @@ def put_adapter(
     rank_of: Callable[[str], int],
     scale_of: Callable[[str], float],
     device: torch.device,
+    *,
+    dora: bool = False,
 ) -> LowRank | ExpertLowRank:
     """Attach an uninitialised adapter of the right shapes to a candidate, and return it."""
     owner, rank, scale = candidate.owner, rank_of(candidate.group), scale_of(candidate.group)
     if isinstance(owner, Linear):
-        owner.adapter = LowRank(owner.in_features, owner.out_features, rank, scale, device)
-        return owner.adapter
+        kind = Dora if dora else LowRank
+        owner.adapter = adapter = kind(owner.in_features, owner.out_features, rank, scale, device)
+        return adapter
     owner.adapter = ExpertLowRank(
         len(owner.held),
         owner.hidden_size,

@@ -24,6 +24,8 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.targets import TargetCandidate, candidates
 
+MAGNITUDE = re.compile(r"(?P<name>.+)\.lora_magnitude_vector(\.default)?(\.weight)?$")
+"""DoRA's m; peft writes no ".weight" after it, and both are read."""
 KEY = re.compile(r"(?P<name>.+)\.lora_(?P<half>[AB])(\.default)?(\.weight)?$")
 EXPERT = re.compile(r"(?P<site>.+\.experts)\.(?P<number>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)$")
 
@@ -53,7 +55,9 @@ def decode(model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Te
     # A and B by their module
     known = {c.name: c for c in candidates(model)}
     names = keys_in_ours(model, tensors)
-    halves, unknown = _halves({names[key]: tensor for key, tensor in tensors.items()}, known)
+    named = {names[key]: tensor for key, tensor in tensors.items()}
+    lengths = {match: named.pop(key) for key in [*named] if (match := _of_length(key))}
+    halves, unknown = _halves(named, known)
     experts = max((c.owner.num_experts for c in known.values() if not isinstance(c.owner, Linear)), default=1)
     faults = [f"{name} is unknown{nearest(name, known)}" for name in unknown]
 
@@ -77,6 +81,7 @@ def decode(model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Te
 
     # join the pairs of a site; all that do not fit are one error
     decoded = _assemble(config, pairs, known, faults, always_swapped=swapped(model))
+    _with_lengths(config, decoded, lengths, faults)
     if faults:
         raise AdapterError(
             f"{len(faults)} of {len(halves) + len(unknown)} factors of the adapter do not fit this model;"
@@ -84,6 +89,34 @@ def decode(model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Te
             next=f"load its own base, {config.get('base_model_name_or_path') or 'which it does not name'}",
         )
     return {name: decoded[name] for name in known if name in decoded}
+
+
+def _of_length(key: str) -> str:
+    """The module whose m this tensor is; "" for another tensor."""
+    match = MAGNITUDE.match(key)
+    return nested.model_name(match["name"]) if match else ""
+
+
+def _with_lengths(
+    config: Mapping[str, Any],
+    decoded: Mapping[str, Decoded],
+    lengths: Mapping[str, Tensor],
+    faults: list[str],
+) -> None:
+    """Add m to each linear layer of a DoRA adapter; appends to `faults`."""
+    wanted = decoded.keys() if config.get("use_dora") else ()
+    faults += [f"{name} has a lora_magnitude_vector, but use_dora is false" for name in lengths if not wanted]
+    faults += [f"{name} has m and no factors" for name in lengths if wanted and name not in decoded]
+    for name in wanted:
+        owner = decoded[name].candidate.owner
+        if not isinstance(owner, Linear):
+            faults.append(f"{name} are experts, which have no DoRA")
+        elif name not in lengths:
+            faults.append(f"{name} has no lora_magnitude_vector, though use_dora is true")
+        elif lengths[name].numel() != owner.out_features:
+            faults.append(f"{name} has m {tuple(lengths[name].shape)} for {owner.out_features} rows")
+        else:
+            decoded[name].state["m"] = lengths[name].flatten()
 
 
 def _halves(

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.adapters.attach import Site, sites
+from unfreeze.adapters.dora import Dora
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.names import check_per_expert, excluded, prefix_in, released, swapped, theirs
 from unfreeze.adapters.readers import Drop, Layout, Reader
@@ -43,13 +44,12 @@ from unfreeze.core.errors import AdapterError
 from unfreeze.kernels.expert_mlp import SWIGLU, Activation
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
-from unfreeze.models.targets import candidates
+from unfreeze.models.targets import REWRITTEN, candidates
 
-# In an MoE model, peft 0.21 with transformers 5 takes target_modules that end in these names for the routed
-# experts, doubles their rank and skips the dense and shared MLPs
+# REWRITTEN: in an MoE model, peft 0.21 with transformers 5 takes target_modules that end in these names for
+# the routed experts, doubles their rank and skips the dense and shared MLPs
 # (peft/utils/transformers_weight_conversion.py). Targeting the weight as a parameter gives the same tensors
 # under the same names, and peft does not rewrite it.
-REWRITTEN = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Entry:
     """One pair of factors, as in a file.
 
     A [r, in] and B [out, r], or stacked A [E, r, in] and B [E, out, r]. The written form, `tensor`, has `pad`
-    more ranks of zeros, and B times `factor`.
+    more ranks of zeros, and B times `factor`. m [out]: DoRA's lengths.
     """
 
     key: str  # name in the file between PREFIX and ".lora_A.weight"
@@ -69,6 +69,7 @@ class Entry:
     scale: float
     pad: int = 0
     factor: float = 1.0
+    m: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -80,7 +81,10 @@ class Entry:
         return float(f"{self.scale * self.rank:.15g}")
 
     def tensor(self, half: str) -> Tensor:
-        """A or B as written; stacked: flattened with the expert slowest in A and fastest in B."""
+        """A or B as written; stacked: flattened with the expert slowest in A and fastest in B. Or m."""
+        if half == "m":
+            assert self.m is not None
+            return self.m.detach().contiguous()
         matrix = (self.A if half == "A" else self.B).detach()
         if half == "B" and self.factor != 1.0:
             matrix = (matrix.double() * self.factor).float()
@@ -98,10 +102,12 @@ class Tensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, entries: Sequence[Entry], prefix: str):
+        ends = {"A": "lora_A.weight", "B": "lora_B.weight", "m": "lora_magnitude_vector"}
         self._of = {
-            f"{PREFIX}{name_on_disk(prefix, entry.key)}.lora_{half}.weight": (entry, half)
+            f"{PREFIX}{name_on_disk(prefix, entry.key)}.{end}": (entry, half)
             for entry in entries
-            for half in "AB"
+            for half, end in ends.items()
+            if half != "m" or entry.m is not None
         }
 
     def __getitem__(self, name: str) -> Tensor:
@@ -164,6 +170,11 @@ def entries_of(
                 f"there is no adapter to save: {reader.name} applies none of {', '.join(left_out)}"
             )
     if layout == "per-expert":
+        if any(isinstance(site.adapter, Dora) for site in adapted):
+            raise AdapterError(
+                f"{reader.name if reader else 'the per-expert layout'} reads no DoRA adapter",
+                next="merge it: unfreeze merge RUN --to bf16; or --for peft",
+            )
         entries = _uniform(_per_expert_entries(adapted, model, reader))
     else:
         entries = _peft_entries(adapted, model)
@@ -183,7 +194,7 @@ def _per_expert_entries(adapted: list[Site], model: nn.Module, reader: Reader | 
     for site in adapted:
         adapter = site.adapter
         if isinstance(adapter, LowRank):
-            entries.append(Entry(site.name, site.name, False, site.name, adapter.A, adapter.B, adapter.scale))
+            entries.append(Entry(site.name, site.name, False, site.name, *adapter.factors()))
             continue
         check_per_expert(model, site.name)
         pairs = projections(adapter)
@@ -253,12 +264,13 @@ def _uniform(entries: list[Entry]) -> list[Entry]:
 def projections(adapter: ExpertLowRank) -> dict[str, tuple[Tensor, Tensor, float]]:
     """projection -> (A [E, R, in], B [E, out, R], scale) for each adapted projection; views."""
     result: dict[str, tuple[Tensor, Tensor, float]] = {}
-    if adapter.gate_up_A is not None and adapter.gate_up_B is not None:
+    of = adapter.factors()
+    if of.gate_up_A is not None and of.gate_up_B is not None:
         parts = len(adapter.names)
-        pairs = zip(adapter.gate_up_A.chunk(parts, 1), adapter.gate_up_B.chunk(parts, 1), strict=True)
-        result |= {name: (A, B, adapter.scale) for name, (A, B) in zip(adapter.names, pairs, strict=True)}
-    if adapter.down_A is not None and adapter.down_B is not None:
-        result["down_proj"] = (adapter.down_A, adapter.down_B, adapter.down_scale)
+        pairs = zip(of.gate_up_A.chunk(parts, 1), of.gate_up_B.chunk(parts, 1), strict=True)
+        result |= {name: (A, B, of.scale) for name, (A, B) in zip(adapter.names, pairs, strict=True)}
+    if of.down_A is not None and of.down_B is not None:
+        result["down_proj"] = (of.down_A, of.down_B, of.down_scale)
     return result
 
 
@@ -270,37 +282,23 @@ def _peft_entries(adapted: list[Site], model: nn.Module) -> list[Entry]:
         if isinstance(adapter, LowRank):
             as_parameter = has_experts and site.name.endswith(REWRITTEN)
             target = f"{site.name}.weight" if as_parameter else site.name
-            entries.append(
-                Entry(site.name, target, as_parameter, site.name, adapter.A, adapter.B, adapter.scale)
-            )
+            m = adapter.m if isinstance(adapter, Dora) else None
+            entries.append(Entry(site.name, target, as_parameter, site.name, *adapter.factors(), m=m))
             continue
-        both = adapter.gate_up_A is not None and adapter.down_A is not None
-        if adapter.gate_up_A is not None and adapter.gate_up_B is not None:
+        of = adapter.factors()
+        both = of.gate_up_A is not None and of.down_A is not None
+        if of.gate_up_A is not None and of.gate_up_B is not None:
             assert isinstance(site.owner, Experts)
-            B = block_diagonal(adapter.gate_up_B, site.owner.activation)
+            B = block_diagonal(of.gate_up_B, site.owner.activation)
             # peft nests one wrapper per parameter; gate_up is the inner one
             key = f"{site.name}.base_layer" if both else site.name
             entries.append(
-                Entry(
-                    key,
-                    f"{site.name}.{site.owner.first}",
-                    True,
-                    site.name,
-                    adapter.gate_up_A,
-                    B,
-                    adapter.scale,
-                )
+                Entry(key, f"{site.name}.{site.owner.first}", True, site.name, of.gate_up_A, B, of.scale)
             )
-        if adapter.down_A is not None and adapter.down_B is not None:
+        if of.down_A is not None and of.down_B is not None:
             entries.append(
                 Entry(
-                    site.name,
-                    f"{site.name}.down_proj",
-                    True,
-                    site.name,
-                    adapter.down_A,
-                    adapter.down_B,
-                    adapter.down_scale,
+                    site.name, f"{site.name}.down_proj", True, site.name, of.down_A, of.down_B, of.down_scale
                 )
             )
     if swapped(model):
@@ -383,6 +381,8 @@ def _config(entries: list[Entry], layout: Layout, base_name: str | None, model: 
         "init_lora_weights": True,
         "modules_to_save": None,
     }
+    if any(entry.m is not None for entry in entries):
+        config["use_dora"] = True
     if beside := excluded(model):
         config["exclude_modules"] = beside
     if layout == "per-expert" and any(_expert_number(e.target) for e in entries):

@@ -22,12 +22,41 @@ from unfreeze.kernels.loops.cores import spread
 NUMBERS_PER_CORE = 1 << 20  # drawing fewer takes less time than starting a thread
 
 
+class Start(nn.Module):
+    """Frozen first factors A₀, B₀: the adapter then trains ΔW = scale · (B A − B₀ A₀), zero at the start.
+
+    ΔW is a plain LoRA of twice the rank, in the form A' = [A; A − A₀], B' = [B − B₀, B₀]. peft's conversion
+    writes [A; A₀] and [B, −B₀], the same product as a difference of large ones: in bf16 rounding alone would
+    change the output there by as much as training does.
+
+    parts: matrices that lie below each other in A, such as gate's and up's; they share B's columns.
+    """
+
+    A: Tensor
+    B: Tensor
+
+    def __init__(self, A: Tensor, B: Tensor, parts: int = 1):
+        super().__init__()
+        self.parts = parts
+        self.register_buffer("A", A.detach().clone(), persistent=False)
+        self.register_buffer("B", B.detach().clone(), persistent=False)
+
+    def pair(self, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+        """(A', B') of the present factors."""
+        both = [x.unflatten(-2, (self.parts, -1)) for x in (A, A - self.A)]
+        return torch.cat(both, dim=-2).flatten(-3, -2), torch.cat((B - self.B, self.B), dim=-1)
+
+
+def _pair(start: Start | None, A: Tensor | None, B: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return (A, B) if start is None or A is None or B is None else start.pair(A, B)
+
+
 class LowRank(nn.Module):
     """The factors of y += scale · (x Aᵀ) Bᵀ; A fp32 [R, in], B fp32 [out, R].
 
     The layer multiplies (models/blocks/linear.py), with the scale on the thin [T, R] product: fewer
     multiplications than on [T, out]. `scale` 0 switches the adapter off without changing the kernels that run
-    (the receipt does that).
+    (the receipt does that). `start`: set by adapters/pissa.py.
     """
 
     def __init__(
@@ -37,10 +66,12 @@ class LowRank(nn.Module):
         self.rank, self.scale = rank, scale
         self.A = nn.Parameter(torch.empty(rank, in_features, dtype=torch.float32, device=device))
         self.B = nn.Parameter(torch.zeros(out_features, rank, dtype=torch.float32, device=device))
+        self.start: Start | None = None
 
     def factors(self) -> tuple[Tensor, Tensor, float]:
-        """(A [R, in], B [out, R], scale), for the layer that multiplies."""
-        return self.A, self.B, self.scale
+        """(A [R, in], B [out, R], scale), for the layer that multiplies; of twice the rank with a `start`."""
+        A, B = (self.A, self.B) if self.start is None else self.start.pair(self.A, self.B)
+        return A, B, self.scale
 
     @torch.no_grad()
     def reset(self, seed: int, name: str) -> None:
@@ -91,17 +122,14 @@ class ExpertLowRank(nn.Module):
         self.gate_up_B = parameter(gate_up_rank, E, len(names) * I, gate_up_rank or 0)
         self.down_A = parameter(down_rank, E, down_rank or 0, I)
         self.down_B = parameter(down_rank, E, D, down_rank or 0)
+        self.gate_up_start: Start | None = None
+        self.down_start: Start | None = None
 
     def factors(self) -> ExpertFactors:
-        """The factors in the form of kernels/expert_mlp."""
-        return ExpertFactors(
-            gate_up_A=self.gate_up_A,
-            gate_up_B=self.gate_up_B,
-            down_A=self.down_A,
-            down_B=self.down_B,
-            scale=self.scale,
-            down_scale=self.down_scale,
-        )
+        """The factors in the form of kernels/expert_mlp; of twice the rank with a start."""
+        gate_up = _pair(self.gate_up_start, self.gate_up_A, self.gate_up_B)
+        down = _pair(self.down_start, self.down_A, self.down_B)
+        return ExpertFactors(*gate_up, *down, scale=self.scale, down_scale=self.down_scale)
 
     @torch.no_grad()
     def reset(self, seed: int, name: str, first: int = 0) -> None:

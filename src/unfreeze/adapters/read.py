@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.decode import Decoded, decode
+from unfreeze.adapters.dora import Dora
 from unfreeze.adapters.files import read_files
 from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
@@ -103,7 +104,7 @@ def untrainable(model: nn.Module) -> list[str]:
     for site in sites(model):
         adapter = site.adapter
         if isinstance(adapter, LowRank):
-            pairs = {site.name: (adapter.A, adapter.B)}
+            pairs = {site.name: adapter.factors()[:2]}
         else:
             pairs = {f"{site.name}.{name}": pair[:2] for name, pair in projections(adapter).items()}
         names += [name for name, (A, B) in pairs.items() if not A.any() and not B.any()]
@@ -128,7 +129,8 @@ def _shell(site: Decoded) -> LowRank | ExpertLowRank:
     tensor = next((t for t in (*owner.parameters(), *owner.buffers())), torch.empty(0))
     device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
     if isinstance(owner, Linear):
-        return LowRank(owner.in_features, owner.out_features, state["A"].shape[0], site.scale, device)
+        kind = Dora if "m" in state else LowRank
+        return kind(owner.in_features, owner.out_features, state["A"].shape[0], site.scale, device)
     return ExpertLowRank(
         len(owner.held),
         owner.hidden_size,

@@ -15,6 +15,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from unfreeze.adapters.attach import detach, sites
+from unfreeze.adapters.dora import Dora
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.read import read_adapter
 from unfreeze.config.adapter import CONFIG, adapter_folder, longer_of
@@ -107,6 +108,11 @@ class Several:
     def _take_up(
         self, name: str, adapters: Adapters, check: Callable[[str], None] = lambda name: None
     ) -> Version:
+        if any(isinstance(adapter, Dora) for adapter in adapters.values()):
+            raise AdapterError(
+                f"adapter {name!r} is DoRA, which scales the model's own rows: it cannot be one of several",
+                next="serve it by itself, or merge it: unfreeze merge RUN --to bf16",
+            )
         if not name:
             raise AdapterError("an adapter needs a name; the empty one is that of the model as it is")
         with self._lock:

@@ -58,6 +58,8 @@ def save_index(
     """
     entries, config = entries_of(model, base_name=base_name)
     files = [shard_name(index, len(experts)) for index in range(len(experts))]
+    if not _own(entries, 1):  # no expert has an adapter: the first shard holds all
+        files, experts = files[:1], [sum(experts)]
     where: dict[str, Any] = dict.fromkeys(Tensors(entries, prefix_in(model, prefix)), files[0])
     where |= dict.fromkeys(Tensors(_own(entries, 1), prefix_in(model, prefix)), files)
     total = sum((directory / file).stat().st_size for file in files)

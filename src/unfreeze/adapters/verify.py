@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.adapters.attach import sites
+from unfreeze.adapters.dora import Dora
 from unfreeze.adapters.files import read_files
 from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import LowRank
@@ -101,6 +102,8 @@ def verify_adapter(
             for e in wrong
         ]
 
+    faults += _lengths(model, plain, without, used)
+
     # entries only in the file; a pair of zeros belongs to layers that a reader fuses with adapted ones
     zero = {name for name in names - used if "lora_B" in name and not plain[name].any()}
     extra = sorted(names - used - zero - {name.replace("lora_B", "lora_A") for name in zero})
@@ -114,12 +117,26 @@ def verify_adapter(
     return Verified(sum(site.name not in without for site in sites(model)), count, nonzero, worst)
 
 
+def _lengths(
+    model: nn.Module, plain: Mapping[str, Tensor], without: Container[str], used: set[str]
+) -> list[str]:
+    """Faults of DoRA's m: each must be the file's, bit for bit."""
+    faults: list[str] = []
+    for site in sites(model):
+        if isinstance(site.adapter, Dora) and site.name not in without:
+            used.add(key := f"{site.name}.lora_magnitude_vector")
+            if key not in plain or not torch.equal(plain[key].cpu(), site.adapter.m.detach().cpu()):
+                faults.append(f"{site.name}: m is not the file's")
+    return faults
+
+
 def _matrices(model: nn.Module) -> list[tuple[str, float, Tensor, Tensor]]:
     """(name, scale, A [E or 1, R, in], B [E or 1, out, R]) of every adapted projection."""
     result = []
     for site in sites(model):
         if isinstance(site.adapter, LowRank):
-            result.append((site.name, site.adapter.scale, site.adapter.A[None], site.adapter.B[None]))
+            A, B, scale = site.adapter.factors()
+            result.append((site.name, scale, A[None], B[None]))
         else:
             result += [
                 (f"{site.name}.{p}", scale, A, B) for p, (A, B, scale) in projections(site.adapter).items()

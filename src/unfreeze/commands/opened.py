@@ -44,7 +44,7 @@ class Opened:
     answers: Answering | None = None
     new: bool = False
     models: dict[tuple[torch.dtype, bool], tuple[Decoder, Counts]] = field(default_factory=dict)
-    known_sizes: dict[tuple[torch.dtype, str, tuple[str, ...] | None], Sizes] = field(default_factory=dict)
+    known_sizes: dict[tuple[torch.dtype, str, tuple[object, ...] | None], Sizes] = field(default_factory=dict)
 
     def model(self, dtype: torch.dtype, lora: LoraConfig | None, kind: str) -> tuple[Decoder, Counts]:
         """Return (the model as a device of that kind holds it, its counts)."""
@@ -70,7 +70,7 @@ class Opened:
         from unfreeze.checkpoint.packing import packing_bytes
         from unfreeze.parallel.plan import measure_sizes
 
-        key = dtype, kind, lora and lora.targets
+        key = dtype, kind, lora and (lora.targets, lora.dora, lora.start)
         if key not in self.known_sizes:
             sizes = measure_sizes(self.model(dtype, lora, kind)[0], lora, kind)
             self.known_sizes[key] = replace(sizes, packing=packing_bytes(self.start))

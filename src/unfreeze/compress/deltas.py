@@ -46,7 +46,7 @@ class Changes(Protocol):
 
     projections: dict[str, tuple[str, ...]]
 
-    def of(self, place: MatrixPlace) -> Tensor: ...
+    def of(self, place: MatrixPlace, weight: Tensor | None = None) -> Tensor: ...
 
 
 @dataclass
@@ -55,7 +55,7 @@ class NoChanges:
 
     projections: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
-    def of(self, place: MatrixPlace) -> Tensor:
+    def of(self, place: MatrixPlace, weight: Tensor | None = None) -> Tensor:
         raise KeyError(place)
 
 
@@ -83,12 +83,16 @@ class Deltas:
             raise AdapterError(f"{folder} adapts nothing: it holds no LoRA factors")
         self._held: tuple[str, Mapping[str, Decoded]] = ("", {})
 
-    def of(self, place: MatrixPlace) -> Tensor:
-        """ΔW float32 [out, in], with rows as in the base's weight."""
+    def of(self, place: MatrixPlace, weight: Tensor | None = None) -> Tensor:
+        """ΔW float32 [out, in], with rows as in the base's weight.
+
+        weight: W, of which DoRA's ΔW = W' − W depends.
+        """
         decoded, owner = self._decoded(place.site), self._owner(place.site)
         state, e = decoded.state, place.expert
         if isinstance(owner, Linear):
-            return _product(state["A"], state["B"], decoded.scale)
+            change = _product(state["A"], state["B"], decoded.scale)
+            return _lengthened(weight, change, state["m"]) if "m" in state else change
         if place.projection == "down_proj":
             return _product(state["down_A"][e], state["down_B"][e], decoded.down_scale)
         # gate's rows of A and B come first, up's last (adapters/lora.py)
@@ -111,6 +115,11 @@ class Deltas:
         """
         decoded, owner = self._decoded(site), self._owner(site)
         state = decoded.state
+        if "m" in state:
+            raise AdapterError(
+                f"the adapter is DoRA, and {site}'s change is no product of two factors alone",
+                next="merge it: without --adapter-only, or unfreeze merge RUN --to bf16",
+            )
         if isinstance(owner, Linear):
             return {("", None): (state["A"], state["B"], decoded.scale)}
         pairs: dict[tuple[str, int | None], tuple[Tensor, Tensor, float]] = {}
@@ -143,6 +152,15 @@ def _projections(decoded: Decoded) -> tuple[str, ...]:
     assert isinstance(owner, Experts)
     names = {"gate_up_B": owner.first, "down_B": "down_proj"}
     return tuple(name for factor, name in names.items() if factor in decoded.state)
+
+
+def _lengthened(weight: Tensor | None, change: Tensor, m: Tensor) -> Tensor:
+    """m ⊙ (W + ΔW) / ‖W + ΔW‖ − W, norms of rows (adapters/dora.py)."""
+    if weight is None:
+        raise AdapterError("the change of a DoRA adapter depends on the weight, which is not here")
+    whole = change + weight
+    norm = torch.linalg.vector_norm(whole, dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return whole.mul_(m.float()[:, None] / norm).sub_(weight)
 
 
 def _product(A: Tensor, B: Tensor, scale: float) -> Tensor:

@@ -92,7 +92,7 @@ def write_weight(
     rows = []
     for expert in weight.experts():
         W, parts = _read(weight, work, expert)
-        change = deltas.of(_place(weight.home, expert)) if weight.adapted and weight.home else None
+        change = deltas.of(_place(weight.home, expert), W) if weight.adapted and weight.home else None
         if change is not None and not change.any():  # an expert without tokens: as if not adapted
             change = None
         measured: dict[str, Rounded] = {}
@@ -124,7 +124,7 @@ def merged(work: MergeWork, weight: Weight, deltas: Changes, expert: int) -> Ten
     """W + ΔW float32 [out, in] of one matrix: W dequantized, `expert` its number in a stack."""
     W, _ = _read(weight, work, expert)
     if weight.adapted and weight.home is not None:
-        return W + deltas.of(_place(weight.home, expert))
+        return W + deltas.of(_place(weight.home, expert), W)
     return W
 
 

@@ -29,7 +29,6 @@ TRAINING = "lora.merge_aware"
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 AGAIN = "download the adapter again, or export it again: unfreeze export RUN"
 REFUSED = {
-    "use_dora": False,
     "lora_bias": False,
     "fan_in_fan_out": False,
     "modules_to_save": None,
@@ -96,8 +95,17 @@ def lora_of(source: str | Path) -> dict[str, Any]:
         }
         lora = own or run.get("lora")  # runs of version 0.1 have a table
         if isinstance(lora, dict):
-            return dict(cast(dict[str, Any], lora))
+            return _as_written(dict(cast(dict[str, Any], lora)))
     return _from_files(folder, config)
+
+
+def _as_written(lora: dict[str, Any]) -> dict[str, Any]:
+    """The [lora] fields of a run's adapter on disk: one that started from the weights has twice the rank."""
+    if lora.get("start", "lora") == "lora":
+        return lora
+    own = {name: 2 * lora[name] for name in ("rank", "experts_rank") if lora.get(name)}
+    grown = math.sqrt(2) if lora.get("scaling") == "alpha/sqrt(r)" else 2
+    return {**lora, **own, "alpha": lora["alpha"] * grown, "start": "lora"}
 
 
 def base_of(source: str | Path) -> str:
@@ -114,6 +122,11 @@ def base_of(source: str | Path) -> str:
             f"{file} has no {key}, so the adapter's base is unknown", next="give it with --model DIR"
         )
     return named
+
+
+def is_dora(folder: Path) -> bool:
+    """True if an adapter's folder holds DoRA, which scales the rows of its own base."""
+    return bool(read_object(folder / CONFIG, AdapterError).get("use_dora"))
 
 
 def longer_of(source: str | Path) -> Longer | None:
@@ -209,6 +222,7 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         "targets": tuple([*dense, *experts]),
         "experts_rank": in_experts if in_experts and in_experts != (rank or in_experts) else None,
         "scaling": "alpha/r",
+        **({"dora": True} if config.get("use_dora") else {}),
     }
 
 
@@ -300,7 +314,7 @@ def check_places(names: Iterable[str], path: Path) -> None:
 
 
 def check_config(config: Mapping[str, Any], path: Path) -> None:
-    """Check that adapter_config.json is plain LoRA and that its fields have the right types.
+    """Check that adapter_config.json is LoRA or DoRA and that its fields have the right types.
 
     Raises AdapterError, naming the first field that is wrong.
     """
@@ -336,10 +350,11 @@ def check_config(config: Mapping[str, Any], path: Path) -> None:
                 raise AdapterError(f"{path}: {key} is {value!r:.60}; it must be {what}", next=AGAIN)
         for key in patterns:
             pattern(key, f"{path}: {table}", AdapterError)
-    if not isinstance(config.get("use_rslora"), bool | None):
-        raise AdapterError(
-            f"{path}: use_rslora is {config['use_rslora']!r:.60}; it must be true or false", next=AGAIN
-        )
+    for name in ("use_rslora", "use_dora"):
+        if not isinstance(config.get(name), bool | None):
+            raise AdapterError(
+                f"{path}: {name} is {config[name]!r:.60}; it must be true or false", next=AGAIN
+            )
     targets = cast(Any, config.get("target_parameters") or [])
     if not isinstance(targets, list) or not all(isinstance(x, str) for x in cast(list[Any], targets)):
         raise AdapterError(f"{path}: target_parameters is not a list of names", next=AGAIN)

@@ -11,6 +11,8 @@ from unfreeze.core.field import about
 
 Scaling = Literal["alpha/r", "alpha/sqrt(r)"]
 MergeFormat = Literal["", "same", "int4", "fp8", "mxfp4", "nvfp4", "nf4"]
+Start = Literal["lora", "pissa", "pissa_niter_4", "pissa_niter_16"]
+"""First values of A and B; peft's names in init_lora_weights, but for "lora"."""
 
 
 def scale_of(rank: int, alpha: float, scaling: Scaling) -> float:
@@ -74,6 +76,20 @@ class LoraConfig(BaseModel):
         description="scales of merge_aware, as in merge --scales: refit, keep, keep-change",
         json_schema_extra=about("Adapters", alias="merge_aware_scales", since="0.2"),
     )
+    dora: bool = Field(
+        default=False,
+            "DoRA: also train the length of each row of W + ΔW (linear layers; peft has none for experts)"
+        json_schema_extra=about("Adapters", since="0.2"),
+    start: Start = Field(
+        default="lora",
+            "lora: A random, B zero. pissa: A and B from the largest singular values of W, by a full SVD or"
+            " (niter) a fast one; saved as LoRA of twice the rank"
+        json_schema_extra=about("Adapters", since="0.2"),
+
+    @property
+    def reads_weights(self) -> bool:
+        """True if the adapters' first values come from the weights."""
+        return self.dora or self.start != "lora"
 
     def rank_of(self, group: str) -> int:
         """Return experts_rank for routed experts if it is set, else rank."""

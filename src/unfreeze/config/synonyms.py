@@ -38,6 +38,8 @@ rank | size of the adapters | r lora_r lora_rank adapter_rank
 lora.alpha | the numerator of the scale alpha / rank | lora_alpha
 lora.targets | groups, names or globs | lora_target lora_target_modules target_modules
 lora.scaling | alpha/sqrt(r) | use_rslora rslora
+lora.dora | true or false | use_dora dora
+lora.start | lora, pissa, pissa_niter_4 or pissa_niter_16 | init_lora_weights pissa_init
 train | adapters or all | finetuning_type full_finetuning use_peft use_lora
 adapter | folder of the run or adapter to continue | lora_model_dir adapter_name_or_path adapter_path
 dtype | auto, bfloat16 or float32 | bf16 fp16 fp32 torch_dtype precision compute_dtype
@@ -94,8 +96,6 @@ qlora load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type bnb_4bit_co
     --quantize nf4 (or int4, int8, fp8, mxfp4, nvfp4); or unfreeze quantize MODEL --to int4
 resume_from_checkpoint resume auto_resume auto_resume_from_checkpoints overwrite_output_dir | the same command
     resumes its run; a new run has another --out | the same command without this
-use_dora dora | DoRA is not built, LoRA and rsLoRA are; TRL has it |
-    trl sft --use_peft --use_dora --model_name_or_path MODEL --dataset_name DATA
 neftune_noise_alpha neftune | NEFTune is not built; TRL has it |
     trl sft --neftune_noise_alpha 5 --model_name_or_path MODEL --dataset_name DATA
 lora_dropout | adapters have no dropout here; TRL has it |

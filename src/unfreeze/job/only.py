@@ -140,7 +140,7 @@ class OnlyExperts(AllWeights):
         )
         return replace(model, sizes=sizes)
 
-    def attach(self, model: Decoder) -> None:
+    def attach(self, model: Decoder, *, quiet: bool = False, restored: bool = False) -> None:
         """Freeze all else. Raises ConfigError for closed experts that nothing would open."""
         from unfreeze.models.only import rows_of, train_only
 

@@ -196,6 +196,7 @@ def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
     plan, model = agreed_plan(planning, folder, group), planning.model.meta
     parts.plan_check(plan)
     parts.trained.check_plan(plan, setup.start)
+    parts.trained.check_layout(plan.layout)
     refuse_far(plan, rows.tasks)
     if config.muon.qk_clip:
         from unfreeze.models.queries import scalable
@@ -240,7 +241,8 @@ def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
     if mesh.split > 1:
         make_room(model, room(setup.planning.model.counts, plan.work.tokens, mesh.split))
     keep_boundary(model, layout, setup.device)
-    parts.trained.attach(model)
+    parts.trained.attach(model, quiet=setup.common.quiet, restored=setup.folder.step > 0)
+    parts.trained.agree(model, group)
     objective = parts.objective
     if parts.second is not None:
         objective = parts.second.objective(model, setup.device, config.memory.dtype)
@@ -276,7 +278,7 @@ def begun(setup: Setup, rows: EncodedData, plan: Plan, at: Placed) -> tuple[Sour
         model,
         optimizer=optimizer,
         schedule=schedule_of(config.optimizer, steps),
-        after_update=[*parts.after_update(model), *clips],
+        after_update=[*parts.after_update(model), *clips, *parts.trained.after_update(model)],
     )
     state.base, state.metrics = setup.base, (*parts.metrics, *getattr(at.objective, "metrics", ()))
     state.kept, state.interrupt = parts.kept, parts.interrupt

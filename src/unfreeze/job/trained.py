@@ -5,6 +5,7 @@ A recipe names one of the two; job.run treats both alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from unfreeze.checkpoint.beside import files_beside
 from unfreeze.config.adapter import INDEX, adapter_folder
 from unfreeze.config.training import portable
 from unfreeze.core.errors import AdapterError, ConfigError
+from unfreeze.core.layout import Layout
 from unfreeze.core.units import format_bytes, format_count
 from unfreeze.job import merge_aware
 from unfreeze.job.end.card import write_beside
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.models import Decoder
     from unfreeze.parallel.plan import Plan, PlannedModel
+    from unfreeze.parallel.processes.collectives import Group
     from unfreeze.parallel.processes.mesh import Mesh
+    from unfreeze.train.balance import AfterUpdate
     from unfreeze.train.state import State
 
 TOKENIZER_FILES = (
@@ -76,10 +80,44 @@ class Adapters:
         """The model that the plan counts: as it is, and what merge-aware training takes."""
         return merge_aware.planned(self.lora, model) if self.lora.merge_aware else model
 
-    def attach(self, model: Decoder) -> None:
+    def attach(self, model: Decoder, *, quiet: bool = False, restored: bool = False) -> None:
+        """Put the adapters on the model. restored: a save is copied into them afterwards."""
         from unfreeze.adapters import attach
+        from unfreeze.tracking.live import LoadProgress
 
-        attach(model, self.lora, self._seed)
+        with LoadProgress("singular values", quiet=quiet) as progress:
+            attach(model, self.lora, self._seed, progress=progress, restored=restored)
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raise ConfigError for a layout in which the weights that the adapters start from cannot be read."""
+        if not self.lora.reads_weights:
+            return
+        name = f"lora.start = {self.lora.start}" if self.lora.start != "lora" else "lora.dora"
+        places = {"place.rest": (layout.rest, "device")}
+        if self.lora.start != "lora":
+            places |= {"place.experts": (layout.experts, "device"), "place.split": (layout.sharing, 1)}
+        for field, (value, needed) in places.items():
+            if value != needed:
+                raise ConfigError(
+                    f"{name} starts from whole weights, and {field} = {value} leaves some elsewhere",
+                    next=f"--{field} {needed}, or without {name.partition(' ')[0]}",
+                )
+
+    def agree(self, model: Decoder, group: Group) -> None:
+        """Give all processes the first one's values: computed from W, they may differ in a last bit."""
+        if self.lora.reads_weights and group.size > 1:
+            from unfreeze.adapters import adapter_parameters
+            from unfreeze.adapters.pissa import starts
+
+            tensors = [parameter.detach() for _, parameter in adapter_parameters(model)]
+            for tensor in (*tensors, *(buffer for _, start in starts(model) for buffer in start.buffers())):
+                group.broadcast(tensor, 0)
+
+    def after_update(self, model: Decoder) -> Sequence[AfterUpdate]:
+        """Tensors that every save of a run keeps beside the trained ones."""
+        from unfreeze.adapters.pissa import KeptStarts
+
+        return [KeptStarts(model)] if self.lora.start != "lora" else []
 
     def written_bytes(self, manifest: Manifest, adapter: int) -> int:
         """Most bytes that `write` leaves on disk. adapter: the plan's bytes.
@@ -87,7 +125,8 @@ class Adapters:
         peft's fused pairs of routed experts have zeros beside the blocks of gate and up, and beside down's
         rank (adapters/layouts.py). The zeros can double the size.
         """
-        return adapter * (2 if models.shape(manifest.config).num_experts else 1)
+        grown = 2 if self.lora.start != "lora" else 1  # the rank on disk
+        return adapter * grown * (2 if models.shape(manifest.config).num_experts else 1)
 
     def write(self, state: State, manifest: Manifest, model_name: str, mesh: Mesh, folder: Path) -> None:
         """Write the adapter, read it back and compare.
@@ -136,7 +175,7 @@ class Continued(Adapters):
         self.source = source
         self.begins = f", continued from {source}{self.begins}"
 
-    def attach(self, model: Decoder) -> None:
+    def attach(self, model: Decoder, *, quiet: bool = False, restored: bool = False) -> None:
         from unfreeze.adapters import load_adapter
         from unfreeze.adapters.read import untrainable
 
@@ -211,12 +250,22 @@ class AllWeights:
         """The model that the plan counts: as it is, every weight trains."""
         return model
 
-    def attach(self, model: Decoder) -> None:
+    def attach(self, model: Decoder, *, quiet: bool = False, restored: bool = False) -> None:
         """Let indexers train, if they should: the other parameters already require gradients."""
         if self._indexer:
             from unfreeze.models.indexers import train_indexers
 
             train_indexers(model)
+
+    def check_layout(self, layout: Layout) -> None:
+        """Accept any layout."""
+
+    def agree(self, model: Decoder, group: Group) -> None:
+        """All processes read the same files."""
+
+    def after_update(self, model: Decoder) -> Sequence[AfterUpdate]:
+        """Nothing beside the trained tensors."""
+        return []
 
     def written_bytes(self, manifest: Manifest, adapter: int) -> int:
         """Bytes that `write` leaves on disk: those of the checkpoint. adapter: unused, 0."""

@@ -14,6 +14,8 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.groups import INDEXER, group_of
 
+# peft takes target_modules of a mixture that end in these names for its routed experts (adapters/layouts.py)
+REWRITTEN = ("gate_proj", "up_proj", "down_proj")
 NAMED_TARGETS = ("all-linear", "experts", "attention", "mlp", "shared_experts", INDEXER)
 
 
@@ -65,7 +67,28 @@ def chosen_by(config: LoraConfig, model: nn.Module) -> dict[str, tuple[TargetCan
             next="remove --lora.experts-rank"
             + (", or add experts to --lora.targets" if has_experts else "; --lora.rank sets all other ranks"),
         )
+    if config.dora:
+        _refuse_without_dora(list(chosen), model)
     return chosen
+
+
+def without_dora(names: Collection[str], model: nn.Module) -> list[str]:
+    """Names of adapted modules that can have no DoRA.
+
+    peft has none for parameters: routed experts, and in a mixture the layers that it reads as such.
+    """
+    experts = {c.name for c in candidates(model) if isinstance(c.owner, Experts)}
+    return [name for name in names if name in experts or (experts and name.endswith(REWRITTEN))]
+
+
+def _refuse_without_dora(names: Sequence[str], model: nn.Module) -> None:
+    if without := without_dora(names, model):
+        leaves = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in without))
+        raise AdapterError(
+            f"lora.dora: {len(without)} of {len(names)} targets can have none ({leaves}): peft has no DoRA in"
+            " the MLPs of a mixture",
+            next="--lora.targets attention, or remove lora.dora",
+        )
 
 
 def resolve(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[TargetCandidate, frozenset[str]]]:
@@ -161,6 +184,14 @@ def parameters_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, 
         before = owner.before if f"{candidate.name}.{owner.first}" in projections else 0
         experts += E * (D + I) * (before + (f"{candidate.name}.down_proj" in projections))
     return dense, experts
+
+
+def dora_widths(config: LoraConfig, model: nn.Module) -> dict[str, int]:
+    """Outputs of each linear layer that gets DoRA, by name: its numbers in m, and those kept of a token."""
+    if not config.dora:
+        return {}
+    chosen = resolve(model, config.targets).values()
+    return {c.name: c.owner.out_features for c, _ in chosen if isinstance(c.owner, Linear)}
 
 
 def largest_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, int]:

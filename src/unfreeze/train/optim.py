@@ -3,7 +3,8 @@
 Weight decay is decoupled (Loshchilov and Hutter, arXiv:1711.05101).
 It applies to matrices, embeddings and stacked experts (dimension 2 or more), never to norms and biases,
 nor to a vector whatever its dimensions: Kimi Linear's A_log is [1, 1, H, 1].
-LoRA's A and B are decayed too, as PEFT with the Hugging Face trainer does.
+LoRA's A and B are decayed too, as PEFT with the Hugging Face trainer does; DoRA's m is not (a vector, the
+length of a weight's rows), which that trainer decays.
 A bf16 weight is updated through an fp32 master copy, because an update below 1/256 of a weight would round
 away.
 """
@@ -273,6 +274,9 @@ class AdamW:
         # 1e-6 as in torch.nn.utils.clip_grad_norm_
         scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
         self._used = self._move(learning_rate, scale)
+        # kernels write by addresses, which torch does not see: what is kept by version (adapters/dora.py)
+        # would be of earlier weights
+        torch.autograd.graph.increment_version([p.detach() for p in self.parameters.values()])
         return Update(grad_norm=norm, clip_scale=scale)
 
     def _move(self, learning_rate: float, scale: float) -> float:

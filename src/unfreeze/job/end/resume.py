@@ -28,6 +28,8 @@ FIXED = {
     "lora.rank": _SHAPE,
     "lora.experts_rank": _SHAPE,
     "lora.targets": _TRAINED,
+    "lora.dora": _TRAINED,
+    "lora.start": "the adapters are measured from their start",
     "seed": _PLACE,
     "training.tokens_per_step": _PLACE,
     "memory.micro_batches": _PLACE,

@@ -329,7 +329,9 @@ def start_lines(
     if trained.lora is None:
         what = f"every weight{trained.begins}"
     else:
-        ranks = f"rank {trained.lora.rank}" + (
+        kind = "DoRA, " if trained.lora.dora else ""
+        kind += "" if trained.lora.start == "lora" else f"{trained.lora.start}, "
+        ranks = f"{kind}rank {trained.lora.rank}" + (
             f", experts {trained.lora.experts_rank}" if trained.lora.experts_rank else ""
         )
         what = (
@@ -389,6 +391,8 @@ def export_hint(lora: LoraConfig | None, start: Manifest, model: Decoder) -> tup
 
     if lora is None:
         return "vllm", ""
+    if lora.dora:
+        return "peft", "vllm and sglang read no DoRA; for them: unfreeze merge"
     model_type = str(start.config.get("model_type"))
     if model_type in ONLY_HERE:
         return "", f"no other program loads models of type {model_type}, or their adapters"
@@ -460,6 +464,8 @@ def disk_of(config: TrainingConfig, trained: Trained, start: Manifest, plan: Pla
     folder = config.run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     each = (plan.terms["adapter"] or plan.terms["base"]) + plan.terms["optimizer"] + plan.host_moments
+    if plan.sizes.begins:  # A and B as they were at the start
+        each += plan.terms["adapter"]
     adapter = plan.terms["adapter"]
     if plan.layout.sharded:
         each *= plan.work.processes

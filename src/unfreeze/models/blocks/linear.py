@@ -216,6 +216,15 @@ class KeptAdapter(WholeAdapter, Protocol):
     def kept(self, linear: Linear) -> Packed | None: ...
 
 
+@runtime_checkable
+class WithMatrix(Protocol):
+    """A WholeAdapter that gives the weight with its update, for attention that multiplies by parts of it."""
+
+    def matrix(self, linear: Linear) -> Tensor:
+        """W' [out, in], in the computation's dtype."""
+        ...
+
+
 class Linear(PackedHolder):
     """y = x Wᵀ + b (+ adapter(x)).
 
@@ -264,15 +273,32 @@ class Linear(PackedHolder):
         if self.adapter is not None:
             if isinstance(self.adapter, WholeAdapter):
                 return self.adapter.output(self, x_TI, reuse)
-            factors, product = self.adapter.factors(), skinny_linear if skinny else _product
-            reuse = compute_now if reuse is None else reuse
-            return _AdaptedLinear.apply(x_TI, weight, self.bias, packed, *factors, product, reuse)
+            return self.with_factors(x_TI, self.adapter.factors(), self.bias, reuse)
         if reuse is not None:
             return _ReusedLinear.apply(x_TI, weight, self.bias, packed, reuse)
         if weight is None or (weight.dtype != x_TI.dtype and not skinny):
             y_TO = _FrozenLinear.apply(x_TI, packed if weight is None else weight)
             return y_TO if self.bias is None else y_TO + self.bias
         return (skinny_linear if skinny else F.linear)(x_TI, weight, self.bias)
+
+    def with_factors(
+        self,
+        x_TI: Tensor,
+        factors: tuple[Tensor, Tensor, float],
+        bias: Tensor | None,
+        reuse: Reuse | Skip | None,
+    ) -> Tensor:
+        """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ of (A, B, scale)."""
+        weight, packed = (self.weight, None) if self.codec is None else (None, self.packed)
+        skinny = weight is not None and reuse is None and is_skinny(x_TI, weight)
+        product = skinny_linear if skinny else _product
+        reuse = compute_now if reuse is None else reuse
+        return _AdaptedLinear.apply(x_TI, weight, bias, packed, *factors, product, reuse)
+
+    @torch.no_grad()
+    def product(self, x_TI: Tensor) -> Tensor:
+        """x Wᵀ in x's dtype, without bias, adapter and gradient."""
+        return _product(x_TI, self.weight if self.codec is None else self.packed)
 
     def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
         """add + factor · (W x + b + scale · B A x), one operation and one for A x."""

@@ -20,7 +20,7 @@ from unfreeze.kernels.packed_attention import bucket, in_one_call
 from unfreeze.kernels.rotary import Pairing, rotary
 from unfreeze.models.blocks.attention import attention_bytes
 from unfreeze.models.blocks.bytes import AttentionShape, Block, Bytes
-from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.linear import Linear, WholeAdapter, WithMatrix
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
 from unfreeze.models.blocks.recording import PAIRINGS, CannotRecord, Recording
@@ -172,7 +172,7 @@ class MLA(Block):
 
     def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
         """add + factor · attention(x), in the absorbed form."""
-        if self.kv_b_proj.bias is not None:
+        if self.kv_b_proj.bias is not None or isinstance(self.kv_b_proj.adapter, WholeAdapter):
             raise CannotRecord("kv_b_proj")
         program, tables = to.program, to.tables("")
         assert tables is not None
@@ -233,9 +233,11 @@ class MLA(Block):
 
         The terms are its weight, and its adapter's scale · B and A.
         """
+        if isinstance(adapter := self.kv_b_proj.adapter, WithMatrix):
+            return [(self._by_head(adapter.matrix(self.kv_b_proj)), None)]
         products: list[tuple[Tensor, Tensor | None]] = [(self._by_head(self.kv_b_proj.matrix()), None)]
-        if self.kv_b_proj.adapter is not None:
-            A_Rc, B_OR, scale = self.kv_b_proj.adapter.factors()
+        if adapter is not None:
+            A_Rc, B_OR, scale = adapter.factors()
             products.append((self._by_head(B_OR * scale), A_Rc))
         return products
 

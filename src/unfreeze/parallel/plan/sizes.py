@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -12,7 +13,7 @@ from unfreeze.models import Decoder
 from unfreeze.models.blocks.bytes import AttentionShape, Block
 from unfreeze.models.indexers import mixtures_of_blocks, sparse_layers
 from unfreeze.models.matrices import flop, hidden_matrices, workspace
-from unfreeze.models.targets import largest_per_rank, per_rank
+from unfreeze.models.targets import dora_widths, largest_per_rank, per_rank
 from unfreeze.parallel.placement.peers import rest_bytes
 from unfreeze.parallel.placement.residency import bytes_of_expert, come_whole, streamed_bytes
 
@@ -37,6 +38,9 @@ class Sizes:
                     are dense and read in place
     dense_per_rank, experts_per_rank   adapter parameters per unit of rank
     dense_largest, experts_largest     of them, those of the largest factor
+    lengths         DoRA's m: trained numbers whatever the rank
+    begins          True if A and B start from the weights: their first values stay, frozen, and products are
+                    of twice the rank
     cast_per_rank   bytes per unit of rank that the expert op holds of one layer's adapter: copies of its
                     factors, their gradient, and on CUDA their columns of the workspace
     tables          bytes per token of the rotary cos and sin, float32
@@ -78,6 +82,8 @@ class Sizes:
     experts_per_rank: int = 0
     dense_largest: int = 0
     experts_largest: int = 0
+    lengths: int = 0
+    begins: bool = False
     cast_per_rank: int = 0
     elements: int = 0
     last_elements: int = 0
@@ -107,9 +113,18 @@ class Sizes:
 
     def adapter_parameters(self, rank: int | None, experts_rank: int | None) -> int:
         """Count adapter parameters: dense at `rank`, experts at `experts_rank` (or `rank`); 0 without."""
-        return (
-            0 if rank is None else self.dense_per_rank * rank + self.experts_per_rank * (experts_rank or rank)
-        )
+        if rank is None:
+            return 0
+        factors = self.dense_per_rank * rank + self.experts_per_rank * (experts_rank or rank)
+        return factors + self.lengths
+
+    def first_values(self, rank: int | None, experts_rank: int | None) -> dict[str, int]:
+        """Bytes that a start from the weights holds beside the trained factors; {} without one.
+
+        The first factors, and the joined ones of twice the rank that backward keeps.
+        """
+        trained = self.adapter_parameters(rank, experts_rank) - self.lengths
+        return {"adapter's first values": 4 * 3 * trained} if self.begins and trained > 0 else {}
 
     def chosen_keys(self, tokens: int, length: int, *, recomputed: bool) -> int:
         """Return the bytes of the keys chosen for `tokens`, in documents of up to `length`; int32 each.
@@ -149,6 +164,11 @@ def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") 
     dense_per_rank, experts_per_rank = per_rank(lora, model) if lora else (0, 0)
     matrices = [] if lora else [weight.shape for weight in hidden_matrices(model).values()]
     dense_largest, experts_largest = largest_per_rank(model, lora.targets) if lora else (0, 0)
+    widths = dora_widths(lora, model) if lora else {}
+    begins = lora is not None and lora.start != "lora"
+    cast *= 1 + begins
+    # DoRA keeps x (W + ΔW)ᵀ beside its output
+    more = [dtype.itemsize * sum(_of_layer(widths, index)) for index in range(len(layers))]
     return Sizes(
         base=base,
         expanded=base + sum(weight.numel * dtype.itemsize - weight.nbytes for weight in packed),
@@ -160,8 +180,8 @@ def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") 
         stream_size=shape.stream_size,
         num_layers=shape.num_layers,
         vocab_size=shape.vocab_size,
-        layer=max(layer.peak for layer in layers),
-        held=tuple(layer.held for layer in layers),
+        layer=max(layer.peak + own for layer, own in zip(layers, more, strict=True)),
+        held=tuple(layer.held + own for layer, own in zip(layers, more, strict=True)),
         own=max(layer.own for layer in layers),
         kept=tuple(layer.expensive for layer in layers),
         products=tuple(layer.linear for layer in layers),
@@ -170,6 +190,8 @@ def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") 
         experts_per_rank=experts_per_rank,
         dense_largest=dense_largest,
         experts_largest=experts_largest,
+        lengths=sum(widths.values()),
+        begins=begins,
         cast_per_rank=cast if experts_per_rank else 0,
         tables=8 * sum(len(rope.inverse_frequency) for rope in (shape.rope, *shape.ropes.values())),
         forward=max(part.bytes(dtype, device).held for part in parts),
@@ -191,6 +213,10 @@ def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") 
         orthogonal=max((workspace(each, 2 if device == "cuda" else 4) for each in matrices), default=0),
         orthogonal_flop=sum(map(flop, matrices)),
     )
+
+
+def _of_layer(widths: Mapping[str, int], index: int) -> list[int]:
+    return [width for name, width in widths.items() if f".layers.{index}." in f".{name}"]
 
 
 def _elements(part: nn.Module) -> int:

@@ -208,6 +208,7 @@ def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
             **({"expert buffers": buffers} if buffers else {}),
             **({"gathered layers": gathered} if gathered else {}),
             **_stays(sizes, layout, work),
+            **sizes.first_values(work.rank, work.experts_rank),
             # float32: itself, its gradient and its moments
             **({"projections": int(learnt * (8 + MOMENT_BYTES[work.optimizer_moments]))} if learnt else {}),
             "batch and rotary tables": work.tokens * (BATCH_BYTES + sizes.tables),
