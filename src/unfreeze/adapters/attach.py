@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
+from unfreeze.adapters.whole import WholeWeights, modules_named, put_on, take_all_off, train_too, wholes
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
@@ -47,7 +48,7 @@ def sites(model: nn.Module) -> list[Site]:
 def attach(
     model: nn.Module, config: LoraConfig, seed: int, *, device: torch.device | str | None = None
 ) -> list[Site]:
-    """Freeze every parameter, then attach a new adapter to every target.
+    """Freeze every parameter, then attach a new adapter to every target, and let `train_too` train.
 
     The output is unchanged, because B is zero. The same (seed, name) gives the same A, independent of other
     adapters. Works on a model on "meta" (before parallel.place fills it): adapters have memory from the
@@ -62,6 +63,11 @@ def attach(
         raise AdapterError(
             f"{len(taken)} of {len(chosen)} targets already carry an adapter; first: {taken[0]}"
         )
+    if both := [name for name in modules_named(model, config.train_too) if name in chosen]:
+        raise AdapterError(
+            f"{len(both)} modules are named by lora.targets and by lora.train_too; first: {both[0]}",
+            next="a module has an adapter or trains fully: remove it from one of the two",
+        )
     model.requires_grad_(False)
     place = _device(model) if device is None else torch.device(device)
     for name, (candidate, projections) in chosen.items():
@@ -70,6 +76,7 @@ def attach(
             adapter.reset(seed, name, candidate.owner.held.first)
         elif isinstance(adapter, LowRank):
             adapter.reset(seed, name)
+    train_too(model, config.train_too)
     return sites(model)
 
 
@@ -100,9 +107,26 @@ def put_adapter(
 
 
 def detach(model: nn.Module) -> None:
-    """Remove every adapter; the base is unchanged."""
+    """Remove every adapter, and put back the base's weights of modules that train fully."""
     for site in sites(model):
         site.owner.adapter = None
+    take_all_off(model)
+
+
+def attached(model: nn.Module) -> dict[str, nn.Module]:
+    """Module name -> its adapter, or its own weights that train in place of the base's."""
+    adapters: dict[str, nn.Module] = {site.name: site.adapter for site in sites(model)}
+    return adapters | wholes(model)
+
+
+def put(model: nn.Module, adapters: Mapping[str, nn.Module]) -> None:
+    """Attach what `attached` returned; a module keeps what it has if it is not named."""
+    for name, adapter in adapters.items():
+        module = model.get_submodule(name)
+        if isinstance(adapter, WholeWeights):
+            put_on(module, adapter)
+        else:
+            setattr(module, "adapter", adapter)  # noqa: B010  a Linear's or the experts' own kind
 
 
 @contextmanager
@@ -114,17 +138,15 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def with_adapters(model: nn.Module, others: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Replace the model's own adapters by `others`, by module name (Site.name). No tensor moves."""
-    taken = sites(model)
+    """Replace the model's own adapters by `others`, by module name (`attached`). No tensor moves."""
+    taken = attached(model)
     detach(model)
     try:
-        for name, adapter in others.items():
-            setattr(model.get_submodule(name), "adapter", adapter)  # noqa: B010  a Linear's or the experts'
+        put(model, others)
         yield
     finally:
         detach(model)
-        for site in taken:
-            setattr(site.owner, "adapter", site.adapter)  # noqa: B010  a Linear's or the experts' own kind
+        put(model, taken)
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -21,6 +21,7 @@ from unfreeze.adapters.files import read_files
 from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.names import excluded
+from unfreeze.adapters.whole import WholeWeights, decoded_whole, fill_whole, put_on, split_off, wholes
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.linear import Linear
 
@@ -36,16 +37,32 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
     Raises AdapterError: folder or field missing, another adapter type, unknown, missing or mismatched tensors
     (counted, the first named). Warns if the file has the swapped dimensions of peft 0.18.
     """
-    decoded = _decoded(model, Path(directory))
-    present = {site.name: site.adapter for site in sites(model)}
+    decoded, whole = _decoded(model, Path(directory))
+    present, own = {site.name: site.adapter for site in sites(model)}, wholes(model)
     if present:
         _check_same(decoded, present, Path(directory))
+        if own.keys() != whole.keys():
+            raise AdapterError(
+                f"{directory}: {len(whole)} modules trained fully, but {len(own)} do in this model",
+                next="load the adapter on a model that has none",
+            )
         _fill(present, decoded)
+        _fill_same(own, whole)
     else:
         model.requires_grad_(False)
+        filled = fill_whole(model, whole)
         for name, adapter in _fill(_shells(decoded), decoded).items():
             decoded[name].candidate.owner.adapter = adapter  # type: ignore[assignment]  a Linear's or the experts'
+        for name, weights in filled.items():
+            put_on(model.get_submodule(name), weights)
     return sites(model)
+
+
+@torch.no_grad()
+def _fill_same(own: Mapping[str, WholeWeights], whole: Mapping[str, Mapping[str, Tensor]]) -> None:
+    for name, weights in own.items():
+        for leaf, parameter in weights.named_parameters():
+            parameter.copy_(whole[name][leaf])
 
 
 def read_adapter(model: nn.Module, directory: str | Path) -> dict[str, LowRank | ExpertLowRank]:
@@ -53,15 +70,25 @@ def read_adapter(model: nn.Module, directory: str | Path) -> dict[str, LowRank |
 
     Raises and warns as `load_adapter` does for a model without adapters.
     """
-    decoded = _decoded(model, Path(directory))
+    decoded, whole = _decoded(model, Path(directory))
+    if whole:
+        raise AdapterError(
+            f"{directory}: {len(whole)} modules trained fully beside the adapters, first"
+            f" {next(iter(whole))}: several adapters at once are LoRA alone",
+            next=f"load it by itself, or: unfreeze merge {directory} --to bf16",
+        )
     return _fill(_shells(decoded), decoded)
 
 
-def _decoded(model: nn.Module, directory: Path) -> dict[str, Decoded]:
+def _decoded(model: nn.Module, directory: Path) -> tuple[dict[str, Decoded], dict[str, dict[str, Tensor]]]:
+    """(LoRA's factors by site, the weights of modules that trained fully by module)."""
     config, tensors = read_files(directory)
-    decoded = decode(model, config, tensors)
+    lora, apart = split_off(config, tensors)
+    decoded, whole = decode(model, config, lora), decoded_whole(model, apart)
+    if both := decoded.keys() & whole.keys():
+        raise AdapterError(f"{directory}: {min(both)} has LoRA factors and is in modules_to_save")
     _warn_of_lost_layers(model, config, decoded, directory)
-    return decoded
+    return decoded, whole
 
 
 @torch.no_grad()

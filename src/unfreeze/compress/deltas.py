@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unfreeze.adapters.decode import Decoded, decode
 from unfreeze.adapters.files import read_files
+from unfreeze.adapters.whole import decoded_whole, split_off
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
@@ -42,9 +43,13 @@ class MatrixPlace:
 
 
 class Changes(Protocol):
-    """ΔW by place. projections: site -> the projections that change, ("",) of a linear layer."""
+    """ΔW by place. projections: site -> the projections that change, ("",) of a linear layer.
+
+    whole: parameter name -> its new values, of modules that trained fully.
+    """
 
     projections: dict[str, tuple[str, ...]]
+    whole: dict[str, Tensor]
 
     def of(self, place: MatrixPlace) -> Tensor: ...
 
@@ -54,6 +59,7 @@ class NoChanges:
     """A checkpoint without an adapter."""
 
     projections: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    whole: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def of(self, place: MatrixPlace) -> Tensor:
         raise KeyError(place)
@@ -68,6 +74,13 @@ class Deltas:
     def __init__(self, model: Decoder, folder: Path):
         self._model = model
         self._config, tensors = read_files(folder)
+        tensors, apart = split_off(self._config, tensors)
+        self.whole: dict[str, Tensor] = {
+            f"{name}.{leaf}": tensor
+            for name, own in decoded_whole(model, apart).items()
+            for leaf, tensor in own.items()
+        }
+        _refuse_untied(model, self.whole, folder)
         self._layers: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             self._layers.setdefault(_layer(name), {})[name] = tensor
@@ -133,6 +146,21 @@ class Deltas:
         owner = self._model.get_submodule(site)
         assert isinstance(owner, (Linear, Experts))
         return owner
+
+
+def _refuse_untied(model: Decoder, whole: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise AdapterError if the embeddings and a tied head were trained apart (peft does so by default)."""
+    table, head = (whole.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    if model.shape.tied and (table is None) != (head is None):
+        raise AdapterError(
+            f"{folder}: the embeddings and the head of this model are one, but the adapter has one alone",
+            next="train it with ensure_weight_tying=True in peft, or with --train-too here",
+        )
+    if model.shape.tied and table is not None and head is not None and not torch.equal(table, head):
+        raise AdapterError(
+            f"{folder}: the embeddings and the head of this model are one, but the adapter has two",
+            next="train it with ensure_weight_tying=True in peft, or with --train-too here",
+        )
 
 
 def _projections(decoded: Decoded) -> tuple[str, ...]:

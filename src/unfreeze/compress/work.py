@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from torch import Tensor
+
 from unfreeze import models
 from unfreeze.checkpoint import nested
 from unfreeze.checkpoint.keymap import TensorSource, tensor_sources
@@ -76,6 +78,7 @@ class Weight:
     adapted  True if an adapter changes it
     to       a codec, the dtype of a dense tensor, or None: copied unchanged
     outputs  name in the new files -> (dtype, shape)
+    instead  the values to write, of a module that trained fully
     """
 
     name: str
@@ -85,6 +88,7 @@ class Weight:
     adapted: bool = False
     to: Codec | str | None = None
     outputs: dict[str, Part] = field(default_factory=dict[str, Part])
+    instead: Tensor | None = field(default=None, compare=False)
 
     @property
     def group(self) -> str:
@@ -115,6 +119,7 @@ class MergeWork:
         self.rules = models.rules(model.shape)
         self.scheme = manifest.scheme()
         disk = manifest.by_model_name()
+        self._instead = dict(_instead(self, deltas, disk))
         self.homes = dict(_homes(self, disk))
         weights = _weights(disk, self.scheme, self.homes)
         if to != "same":  # scales of activations belong to the old format
@@ -149,6 +154,11 @@ class MergeWork:
 
     def _planned(self, weight: Weight, deltas: Changes) -> Weight:
         """The weight with its plan."""
+        if (value := self._instead.get(weight.name)) is not None:
+            dense = weight.parts[""]
+            dtype = "BF16" if self.to == "bf16" and _is_matrix(weight) else dense.dtype
+            outputs = {dense.name: (dtype, tuple(value.shape))}
+            return replace(weight, to=dtype, outputs=outputs, instead=value)
         home = weight.home
         if home is not None:
             adapted = home.place.projection in deltas.projections.get(home.place.site, ())
@@ -223,6 +233,22 @@ class MergeWork:
                     yield f"{out.name}.{suffix}", part
                 for suffix, numbers in to.disk_extras(half, columns).items():
                     yield f"{out.name}.{suffix}", ("I32", (len(numbers),))
+
+
+def _instead(
+    work: MergeWork, deltas: Changes, disk: Mapping[str, TensorInfo]
+) -> Iterator[tuple[str, Tensor]]:
+    """(module on disk, values as on disk) of every weight that trained fully; a tied head has none there."""
+    for name, value in deltas.whole.items():
+        source = tensor_sources(name, value.shape, work.rules, disk)[0]
+        if source.name not in disk:
+            continue
+        if source.index:
+            raise ConfigError(
+                f"{name} trained fully, and is a part of {source.name} in the base's files",
+                next="unfreeze export RUN --for peft, and serve the adapter",
+            )
+        yield _module(source), value.mT if source.transposed else value
 
 
 def _homes(work: MergeWork, disk: Mapping[str, TensorInfo]) -> Iterator[tuple[str, WeightHome]]:

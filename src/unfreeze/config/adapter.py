@@ -24,13 +24,7 @@ ROPE = "rope.json"
 """Beside an adapter trained with scaled positions: scaling, factor, and the fields of the base's config."""
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 AGAIN = "download the adapter again, or export it again: unfreeze export RUN"
-REFUSED = {
-    "use_dora": False,
-    "lora_bias": False,
-    "fan_in_fan_out": False,
-    "modules_to_save": None,
-    "trainable_token_indices": None,
-}
+REFUSED = {"use_dora": False, "lora_bias": False, "fan_in_fan_out": False, "trainable_token_indices": None}
 # these change how an adapter works, and are not built; None, false and empty mean off
 REFUSED_IF_SET = (
     "alora_invocation_tokens",
@@ -130,6 +124,7 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     dense: dict[str, int] = {}
     experts: dict[str, int] = {}
     whole: dict[str, str] = {}  # target -> name in the first layer that peft matches patterns with
+    trained: dict[str, None] = {}
     ours = False
     parameters: list[str] = config.get("target_parameters") or []
     check_places(header := _header(folder), folder / WEIGHTS)
@@ -138,6 +133,8 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             ours = entry.get("layout") == "peft"
             continue
         layer, _, half = name.removeprefix(PREFIX).rpartition(".lora_")
+        if not layer and config.get("modules_to_save"):
+            trained[name.removeprefix(PREFIX).rpartition(".")[0]] = None
         shape: Any = entry.get("shape")
         if not half.startswith("A") or not isinstance(shape, list):
             continue
@@ -177,6 +174,7 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         "targets": tuple([*dense, *experts]),
         "experts_rank": in_experts if in_experts and in_experts != (rank or in_experts) else None,
         "scaling": "alpha/r",
+        **({"train_too": tuple(trained)} if trained else {}),
     }
 
 
@@ -308,9 +306,10 @@ def check_config(config: Mapping[str, Any], path: Path) -> None:
         raise AdapterError(
             f"{path}: use_rslora is {config['use_rslora']!r:.60}; it must be true or false", next=AGAIN
         )
-    targets = cast(Any, config.get("target_parameters") or [])
-    if not isinstance(targets, list) or not all(isinstance(x, str) for x in cast(list[Any], targets)):
-        raise AdapterError(f"{path}: target_parameters is not a list of names", next=AGAIN)
+    for field in ("target_parameters", "modules_to_save"):
+        names = cast(Any, config.get(field) or [])
+        if not isinstance(names, list) or not all(isinstance(x, str) for x in cast(list[Any], names)):
+            raise AdapterError(f"{path}: {field} is not a list of names", next=AGAIN)
 
 
 def _is_rank(value: object) -> bool:

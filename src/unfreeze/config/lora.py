@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from unfreeze.core.field import about
 
@@ -55,6 +55,26 @@ class LoraConfig(BaseModel):
         description="alpha/r (LoRA), or alpha/sqrt(r) (rank-stabilised, for ranks above about 64)",
         json_schema_extra=about("Adapters", was="scaling"),
     )
+
+    train_too: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "modules that train fully in float32 beside the adapters, such as norm, *.gate, lm_head"
+            " (names, or globs; commas separate them)"
+        ),
+        json_schema_extra=about("Adapters", alias="train_too", since="0.3"),
+    )
+
+    @field_validator("train_too", mode="before")
+    @classmethod
+    def _separated(cls, value: Any) -> Any:
+        """Split at commas: "norm,*.gate" is two names."""
+        words: list[Any] = [value] if isinstance(value, str) else list(value) if value else []
+        if not all(isinstance(word, str) for word in words):
+            return value
+        return tuple(
+            part.strip() for word in cast(list[str], words) for part in word.split(",") if part.strip()
+        )
 
     def rank_of(self, group: str) -> int:
         """Return experts_rank for routed experts if it is set, else rank."""

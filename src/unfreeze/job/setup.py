@@ -194,6 +194,7 @@ def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
     planning = replace(setup.planning, lengths=lengths, longest=longest)
     plan, model = agreed_plan(planning, folder, group), planning.model.meta
     parts.plan_check(plan)
+    parts.trained.plan_check(plan.layout)
     refuse_far(plan, rows.tasks)
     if config.muon.qk_clip:
         from unfreeze.models.queries import scalable

@@ -21,6 +21,7 @@ from unfreeze.job.end.written import set_aside
 if TYPE_CHECKING:
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
+    from unfreeze.core.layout import Layout
     from unfreeze.models import Decoder
     from unfreeze.parallel.plan import PlannedModel
     from unfreeze.parallel.processes.mesh import Mesh
@@ -59,6 +60,20 @@ class Adapters:
         """The model that the plan counts: as it is."""
         return model
 
+    def plan_check(self, layout: Layout) -> None:
+        """Raise ConfigError for a layout in which modules cannot train fully beside the adapters."""
+        spread = {
+            "split": layout.sharing > 1,
+            "weights": layout.sharded,
+            "rest": layout.rest != "device",
+            "adapters": layout.adapters != "device",
+        }
+        if self.lora.train_too and (field := next((name for name, on in spread.items() if on), "")):
+            raise ConfigError(
+                f"lora.train_too needs modules whole on the device, but the plan has place.{field} elsewhere",
+                next=f"--place.{field} device, or leave out --train-too",
+            )
+
     def attach(self, model: Decoder) -> None:
         from unfreeze.adapters import attach
 
@@ -81,9 +96,11 @@ class Adapters:
         from unfreeze.adapters.shards import remove_shards, save_index, save_shard
 
         model, base, prefix = state.model, portable(model_name), manifest.prefix
+        values = state.optimizer.masters
 
         def whole() -> None:
-            verify_adapter(model, save_adapter(model, folder, base_name=base, prefix=prefix))
+            save_adapter(model, folder, base_name=base, prefix=prefix, values=values)
+            verify_adapter(model, folder, values=values)
             remove_shards(folder)
             write_beside(folder, manifest, base, state.run.path, TOKENIZER_FILES)
 
@@ -186,6 +203,9 @@ class AllWeights:
     def planned(self, model: PlannedModel) -> PlannedModel:
         """The model that the plan counts: as it is, every weight trains."""
         return model
+
+    def plan_check(self, layout: Layout) -> None:
+        """Accept any layout that the plan has."""
 
     def attach(self, model: Decoder) -> None:
         """Let indexers train, if they should: the other parameters already require gradients."""

@@ -312,8 +312,9 @@ def start_lines(
         ranks = f"rank {trained.lora.rank}" + (
             f", experts {trained.lora.experts_rank}" if trained.lora.experts_rank else ""
         )
+        beside = f" and all of {', '.join(trained.lora.train_too)}" if trained.lora.train_too else ""
         what = (
-            f"{ranks} on {', '.join(trained.lora.targets)},"
+            f"{ranks} on {', '.join(trained.lora.targets)}{beside},"
             f" {format_count(all_parameters(plan))} parameters{trained.begins}"
         )
     taken = planned_words(plan.total + plan.hardware.process, plan.hardware.kind)
