@@ -373,6 +373,8 @@ def export_hint(lora: LoraConfig | None, start: Manifest, model: Decoder) -> tup
     model_type = str(start.config.get("model_type"))
     if model_type in ONLY_HERE:
         return "", f"no other program loads models of type {model_type}, or their adapters"
+    if lora.train_too:
+        return "peft", "vllm and sglang load LoRA alone; for them: unfreeze merge RUN --to bf16"
     if issue := (READERS["vllm"].refuses or {}).get(model_type):
         return "peft", f"vllm cannot load adapters of {model_type}: {issue}"
     linear = [candidate.name for candidate in candidates(model) if isinstance(candidate.owner, Linear)]
