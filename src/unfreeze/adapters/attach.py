@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
+from unfreeze.adapters.tokens import token_rows
 from unfreeze.adapters.whole import WholeWeights, modules_named, put_on, take_all_off, train_too, wholes
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.errors import AdapterError
@@ -58,6 +59,12 @@ def attach(
     already has an adapter.
     """
     chosen = chosen_by(config, model)
+    rows = set(token_rows(model))  # trained before: those of new tokens
+    if both := [name for name in rows if name in chosen or name in modules_named(model, config.train_too)]:
+        raise AdapterError(
+            f"rows of new tokens train in {both[0]}, so it can have no adapter, nor train fully",
+            next="leave embed_tokens and lm_head out of lora.targets and lora.train_too",
+        )
     taken = [name for name, (candidate, _) in chosen.items() if candidate.owner.adapter is not None]
     if taken:
         raise AdapterError(
@@ -68,7 +75,7 @@ def attach(
             f"{len(both)} modules are named by lora.targets and by lora.train_too; first: {both[0]}",
             next="a module has an adapter or trains fully: remove it from one of the two",
         )
-    model.requires_grad_(False)
+    _freeze(model)
     place = _device(model) if device is None else torch.device(device)
     for name, (candidate, projections) in chosen.items():
         adapter = put_adapter(candidate, projections, config.rank_of, config.scale_of, place)
@@ -110,13 +117,15 @@ def detach(model: nn.Module) -> None:
     """Remove every adapter, and put back the base's weights of modules that train fully."""
     for site in sites(model):
         site.owner.adapter = None
+    for name in token_rows(model):
+        setattr(model.get_submodule(name), "adapter", None)  # noqa: B010  an Embedding's or a Linear's
     take_all_off(model)
 
 
 def attached(model: nn.Module) -> dict[str, nn.Module]:
-    """Module name -> its adapter, or its own weights that train in place of the base's."""
+    """Module name -> its adapter, its rows of new tokens, or its own weights in place of the base's."""
     adapters: dict[str, nn.Module] = {site.name: site.adapter for site in sites(model)}
-    return adapters | wholes(model)
+    return adapters | token_rows(model) | wholes(model)
 
 
 def put(model: nn.Module, adapters: Mapping[str, nn.Module]) -> None:
@@ -152,6 +161,13 @@ def with_adapters(model: nn.Module, others: Mapping[str, nn.Module]) -> Iterator
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, parameter) of the adapters only, in the model's order."""
     return ((name, parameter) for name, parameter in model.named_parameters() if ".adapter." in name)
+
+
+def _freeze(model: nn.Module) -> None:
+    """Freeze everything but rows of new tokens."""
+    model.requires_grad_(False)
+    for own in token_rows(model).values():
+        own.requires_grad_(True)
 
 
 def _device(model: nn.Module) -> torch.device:

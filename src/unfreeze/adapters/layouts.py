@@ -36,6 +36,7 @@ from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.names import check_per_expert, excluded, prefix_in, released, swapped, theirs
 from unfreeze.adapters.readers import Drop, Layout, Reader
+from unfreeze.adapters.tokens import entries_of_rows, indices_to_save, token_rows
 from unfreeze.adapters.whole import entries_of_whole, modules_to_save, tied_whole, wholes
 from unfreeze.checkpoint.nested import name_on_disk
 from unfreeze.checkpoint.save import write_file, write_safetensors
@@ -142,7 +143,7 @@ def save_adapter(
     layout = reader.layout if reader else layout
     entries, config = entries_of(model, layout, base_name, reader)
     directory = Path(directory)
-    tensors = Tensors(entries, prefix_in(model, prefix), dict(entries_of_whole(model, values)))
+    tensors = Tensors(entries, prefix_in(model, prefix), dict(beside_lora(model, values)))
     new = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -162,6 +163,11 @@ def entries_of(
     adapted = sites(model)
     if not adapted:
         raise AdapterError("there is no adapter to save: the model has none attached")
+    if layout == "per-expert" and token_rows(model):
+        raise AdapterError(
+            f"{reader.name if reader else 'this layout'} holds LoRA alone, but new tokens trained",
+            next="unfreeze merge RUN --to bf16, and serve the merged folder",
+        )
     if layout == "per-expert" and (whole := wholes(model)):
         raise AdapterError(
             f"{reader.name if reader else 'the per-expert layout'} holds LoRA alone, but {len(whole)} modules"
@@ -182,6 +188,12 @@ def entries_of(
     config = _config(entries, layout, base_name, model)
     named = released if layout == "per-expert" else theirs
     return [replace(entry, key=named(model, entry.key)) for entry in entries], config
+
+
+def beside_lora(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Tensors beside LoRA's under transformers' names: modules that train fully, and rows of new tokens."""
+    yield from entries_of_whole(model, values)
+    yield from entries_of_rows(model)
 
 
 def dropped(model: nn.Module, reader: Reader) -> dict[str, Drop]:
@@ -395,6 +407,8 @@ def _config(entries: list[Entry], layout: Layout, base_name: str | None, model: 
         "init_lora_weights": True,
         "modules_to_save": modules_to_save(model) or None,
     }
+    if indices := indices_to_save(model):
+        config["trainable_token_indices"] = indices
     if tied_whole(model):
         config["ensure_weight_tying"] = True  # else peft trains embeddings and head apart
     if beside := excluded(model):

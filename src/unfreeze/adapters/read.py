@@ -21,8 +21,10 @@ from unfreeze.adapters.files import read_files
 from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.names import excluded
+from unfreeze.adapters.tokens import decoded_rows, fill_rows, load_rows, split_rows
 from unfreeze.adapters.whole import WholeWeights, decoded_whole, fill_whole, put_on, split_off, wholes
 from unfreeze.core.errors import AdapterError
+from unfreeze.models import Decoder
 from unfreeze.models.blocks.linear import Linear
 
 _LAYER = re.compile(r"\.\d+\.")
@@ -37,7 +39,7 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
     Raises AdapterError: folder or field missing, another adapter type, unknown, missing or mismatched tensors
     (counted, the first named). Warns if the file has the swapped dimensions of peft 0.18.
     """
-    decoded, whole = _decoded(model, Path(directory))
+    decoded, whole, rows = _decoded(model, Path(directory))
     present, own = {site.name: site.adapter for site in sites(model)}, wholes(model)
     if present:
         _check_same(decoded, present, Path(directory))
@@ -48,6 +50,7 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
             )
         _fill(present, decoded)
         _fill_same(own, whole)
+        fill_rows(model, rows, Path(directory))
     else:
         model.requires_grad_(False)
         filled = fill_whole(model, whole)
@@ -55,6 +58,9 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
             decoded[name].candidate.owner.adapter = adapter  # type: ignore[assignment]  a Linear's or the experts'
         for name, weights in filled.items():
             put_on(model.get_submodule(name), weights)
+        if rows:
+            assert isinstance(model, Decoder)
+            load_rows(model, rows)
     return sites(model)
 
 
@@ -70,7 +76,13 @@ def read_adapter(model: nn.Module, directory: str | Path) -> dict[str, LowRank |
 
     Raises and warns as `load_adapter` does for a model without adapters.
     """
-    decoded, whole = _decoded(model, Path(directory))
+    decoded, whole, rows = _decoded(model, Path(directory))
+    if rows:
+        raise AdapterError(
+            f"{directory}: rows of new tokens trained beside the adapters: several adapters at once are LoRA"
+            " alone",
+            next=f"load it by itself, or: unfreeze merge {directory} --to bf16",
+        )
     if whole:
         raise AdapterError(
             f"{directory}: {len(whole)} modules trained fully beside the adapters, first"
@@ -80,15 +92,19 @@ def read_adapter(model: nn.Module, directory: str | Path) -> dict[str, LowRank |
     return _fill(_shells(decoded), decoded)
 
 
-def _decoded(model: nn.Module, directory: Path) -> tuple[dict[str, Decoded], dict[str, dict[str, Tensor]]]:
-    """(LoRA's factors by site, the weights of modules that trained fully by module)."""
+def _decoded(
+    model: nn.Module, directory: Path
+) -> tuple[dict[str, Decoded], dict[str, dict[str, Tensor]], dict[str, tuple[list[int], Tensor]]]:
+    """(LoRA's factors by site, weights that trained fully by module, (ids, rows) of tokens by module)."""
     config, tensors = read_files(directory)
-    lora, apart = split_off(config, tensors)
+    others, of_tokens = split_rows(config, tensors)
+    lora, apart = split_off(config, others)
     decoded, whole = decode(model, config, lora), decoded_whole(model, apart)
+    rows = decoded_rows(cast(Decoder, model), config, of_tokens) if of_tokens else {}
     if both := decoded.keys() & whole.keys():
         raise AdapterError(f"{directory}: {min(both)} has LoRA factors and is in modules_to_save")
     _warn_of_lost_layers(model, config, decoded, directory)
-    return decoded, whole
+    return decoded, whole, rows
 
 
 @torch.no_grad()

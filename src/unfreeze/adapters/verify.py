@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from unfreeze.adapters.attach import sites
 from unfreeze.adapters.files import read_files
-from unfreeze.adapters.layouts import projections
+from unfreeze.adapters.layouts import beside_lora, projections
 from unfreeze.adapters.lora import LowRank
 from unfreeze.adapters.names import in_ours, keys_in_ours, swapped
-from unfreeze.adapters.whole import entries_of_whole, split_off
+from unfreeze.adapters.tokens import LEAF, split_rows
+from unfreeze.adapters.whole import split_off
 from unfreeze.checkpoint import nested
 from unfreeze.config.adapter import rank_and_scale
 from unfreeze.core.errors import AdapterError
@@ -66,7 +67,9 @@ def verify_adapter(
     fully must be equal to the bit. Raises AdapterError that counts the differences and names the first.
     """
     config, tensors = files or read_files(Path(directory))
-    tensors, whole = split_off(config, tensors)
+    others, of_tokens = split_rows(config, tensors)
+    tensors, whole = split_off(config, others)
+    whole |= {f"{name}.{LEAF}": rows for name, rows in of_tokens.items()}
     config = in_ours(model, config)
     own = keys_in_ours(model, tensors)
     plain = {nested.model_name(own[name]): tensor for name, tensor in tensors.items()}
@@ -122,7 +125,7 @@ def _other_whole(
 ) -> Iterator[str]:
     """Differences between the file and the modules that train fully."""
     in_file = {nested.model_name(name): tensor for name, tensor in whole.items()}
-    for name, tensor in entries_of_whole(model, values):
+    for name, tensor in beside_lora(model, values):
         written = in_file.pop(nested.model_name(name), None)
         if written is None:
             yield f"{name} trains fully and is not in the file"

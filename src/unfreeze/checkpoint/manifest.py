@@ -66,6 +66,7 @@ class Manifest:
     tensors  by name on disk.
     prefix   prefix of the text model's names in a release that holds more (nested.py), or "".
     longer   the scaling that `config` has for more positions than the files say (models/longer.py), if any
+    tokenizer  folder of the tokenizer's files, if not `path`: with tokens that an adapter added
     """
 
     path: Path
@@ -75,6 +76,12 @@ class Manifest:
     files: tuple[Path, ...]
     generation_config: dict[str, Any] = field(default_factory=dict)
     longer: Longer | None = None
+    tokenizer: Path | None = None
+
+    @property
+    def tokens(self) -> Path:
+        """Folder of the tokenizer's files."""
+        return self.tokenizer or self.path
 
     @property
     def nbytes(self) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unfreeze.adapters.decode import Decoded, decode
 from unfreeze.adapters.files import read_files
+from unfreeze.adapters.tokens import decoded_rows, split_rows
 from unfreeze.adapters.whole import decoded_whole, split_off
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
@@ -46,10 +47,12 @@ class Changes(Protocol):
     """ΔW by place. projections: site -> the projections that change, ("",) of a linear layer.
 
     whole: parameter name -> its new values, of modules that trained fully.
+    rows: parameter name -> (ids, rows) of tokens that trained alone, some beyond the base's vocabulary.
     """
 
     projections: dict[str, tuple[str, ...]]
     whole: dict[str, Tensor]
+    rows: dict[str, tuple[list[int], Tensor]]
 
     def of(self, place: MatrixPlace) -> Tensor: ...
 
@@ -60,6 +63,7 @@ class NoChanges:
 
     projections: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     whole: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    rows: dict[str, tuple[list[int], Tensor]] = field(default_factory=dict[str, tuple[list[int], Tensor]])
 
     def of(self, place: MatrixPlace) -> Tensor:
         raise KeyError(place)
@@ -74,7 +78,11 @@ class Deltas:
     def __init__(self, model: Decoder, folder: Path):
         self._model = model
         self._config, tensors = read_files(folder)
-        tensors, apart = split_off(self._config, tensors)
+        others, of_tokens = split_rows(self._config, tensors)
+        tensors, apart = split_off(self._config, others)
+        self.rows = {
+            f"{name}.weight": rows for name, rows in decoded_rows(model, self._config, of_tokens).items()
+        }
         self.whole: dict[str, Tensor] = {
             f"{name}.{leaf}": tensor
             for name, own in decoded_whole(model, apart).items()

@@ -13,12 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from unfreeze import models
 from unfreeze.checkpoint import nested
 from unfreeze.checkpoint.keymap import TensorSource, tensor_sources
 from unfreeze.checkpoint.manifest import Manifest, TensorInfo
+from unfreeze.checkpoint.tensors import stored_tensor
 from unfreeze.compress.deltas import GATE, UP, Changes, MatrixPlace
 from unfreeze.core.dtypes import FLOATS
 from unfreeze.core.errors import ConfigError
@@ -120,6 +122,7 @@ class MergeWork:
         self.scheme = manifest.scheme()
         disk = manifest.by_model_name()
         self._instead = dict(_instead(self, deltas, disk))
+        self.vocabulary = grown_vocabulary(self, deltas)
         self.homes = dict(_homes(self, disk))
         weights = _weights(disk, self.scheme, self.homes)
         if to != "same":  # scales of activations belong to the old format
@@ -249,6 +252,22 @@ def _instead(
                 next="unfreeze export RUN --for peft, and serve the adapter",
             )
         yield _module(source), value.mT if source.transposed else value
+    most = max((max(ids) + 1 for ids, _ in deltas.rows.values()), default=0)
+    for name, (ids, rows) in deltas.rows.items():
+        source = tensor_sources(name, (), work.rules, disk)[0]
+        if source.name not in disk:  # a tied head
+            continue
+        stored = stored_tensor(disk[source.name])
+        value = stored.new_zeros((max(most, len(stored)), stored.shape[1]))
+        value[: len(stored)] = stored
+        value[torch.tensor(ids)] = rows.to(value.dtype)
+        yield _module(source), value
+
+
+def grown_vocabulary(work: MergeWork, deltas: Changes) -> int:
+    """Rows of the merged embeddings if an adapter added tokens beyond the base's, else 0."""
+    most = max((max(ids) + 1 for ids, _ in deltas.rows.values()), default=0)
+    return most if most > work.model.shape.vocab_size else 0
 
 
 def _homes(work: MergeWork, disk: Mapping[str, TensorInfo]) -> Iterator[tuple[str, WeightHome]]:

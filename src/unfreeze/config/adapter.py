@@ -22,9 +22,10 @@ INDEX = f"{WEIGHTS}.index.json"
 """Index of an adapter in shards (expert parallelism): adapter_model-00001-of-00002.safetensors …"""
 ROPE = "rope.json"
 """Beside an adapter trained with scaled positions: scaling, factor, and the fields of the base's config."""
+MAX_ID = 2**24
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 AGAIN = "download the adapter again, or export it again: unfreeze export RUN"
-REFUSED = {"use_dora": False, "lora_bias": False, "fan_in_fan_out": False, "trainable_token_indices": None}
+REFUSED = {"use_dora": False, "lora_bias": False, "fan_in_fan_out": False}
 # these change how an adapter works, and are not built; None, false and empty mean off
 REFUSED_IF_SET = (
     "alora_invocation_tokens",
@@ -133,7 +134,7 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             ours = entry.get("layout") == "peft"
             continue
         layer, _, half = name.removeprefix(PREFIX).rpartition(".lora_")
-        if not layer and config.get("modules_to_save"):
+        if not layer and config.get("modules_to_save") and ".token_adapter." not in name:
             trained[name.removeprefix(PREFIX).rpartition(".")[0]] = None
         shape: Any = entry.get("shape")
         if not half.startswith("A") or not isinstance(shape, list):
@@ -306,10 +307,35 @@ def check_config(config: Mapping[str, Any], path: Path) -> None:
         raise AdapterError(
             f"{path}: use_rslora is {config['use_rslora']!r:.60}; it must be true or false", next=AGAIN
         )
+    _check_indices(config.get("trainable_token_indices"), path)
     for field in ("target_parameters", "modules_to_save"):
         names = cast(Any, config.get(field) or [])
         if not isinstance(names, list) or not all(isinstance(x, str) for x in cast(list[Any], names)):
             raise AdapterError(f"{path}: {field} is not a list of names", next=AGAIN)
+
+
+def _check_indices(indices: Any, path: Path) -> None:
+    """Check that trainable_token_indices is None, a list of ids, or {module: list of ids}."""
+    tables: list[Any] = [indices or []]
+    if isinstance(indices, dict):
+        tables = list(cast(dict[str, Any], indices).values())
+    for ids in tables:
+        numbers = cast(list[Any], ids) if isinstance(ids, list) else [None]
+        if not all(type(id) is int and 0 <= id < MAX_ID for id in numbers) or len({*numbers}) < len(numbers):
+            raise AdapterError(
+                f"{path}: trainable_token_indices is {indices!r:.60}; it must be lists of different ids",
+                next=AGAIN,
+            )
+
+
+def new_token_ids(folder: Path) -> list[int]:
+    """Ids of the rows that an adapter trained by themselves; [] if none."""
+    indices: Any = read_object(folder / CONFIG, AdapterError).get("trainable_token_indices") or []
+    _check_indices(indices, folder / CONFIG)
+    lists: list[list[int]] = [indices]
+    if isinstance(indices, dict):
+        lists = list(cast(dict[str, list[int]], indices).values())
+    return sorted({id for ids in lists for id in ids})
 
 
 def _is_rank(value: object) -> bool:

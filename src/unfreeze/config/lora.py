@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from unfreeze.core.field import about
 
@@ -63,6 +64,15 @@ class LoraConfig(BaseModel):
             " (names, or globs; commas separate them)"
         ),
         json_schema_extra=about("Adapters", alias="train_too", since="0.3"),
+    )
+
+    new_tokens: Annotated[str, AfterValidator(os.path.expanduser)] = Field(
+        default="",
+        description=(
+            "file of tokens to add, one per line (or a JSON list): rows of embeddings and head, from the mean"
+            " of each token's parts, train beside the adapters"
+        ),
+        json_schema_extra=about("Adapters", alias="new_tokens", since="0.3"),
     )
 
     @field_validator("train_too", mode="before")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
     from unfreeze.core.layout import Layout
+    from unfreeze.generate.new_tokens import NewTokens
     from unfreeze.models import Decoder
     from unfreeze.parallel.plan import PlannedModel
     from unfreeze.parallel.processes.mesh import Mesh
@@ -52,13 +53,26 @@ class Adapters:
     def __init__(self, lora: LoraConfig, seed: int):
         self.lora = lora
         self._seed = seed
+        self.added: NewTokens | None = None  # set when the tokenizer is opened (job/opening/added.py)
 
     def check(self, manifest: Manifest) -> None:
         """Accept any model: adapters work with packed weights too."""
 
     def planned(self, model: PlannedModel) -> PlannedModel:
-        """The model that the plan counts: as it is."""
-        return model
+        """The model that the plan counts, with the rows of new tokens."""
+        if self.added is None:
+            return model
+        from dataclasses import replace
+
+        from unfreeze.models.vocabulary import refuse_vocabulary
+
+        refuse_vocabulary(model.meta)
+        matrices = 1 if model.shape.tied else 2
+        whole, rows = model.sizes.whole, matrices * len(self.added.ids) * model.shape.hidden_size
+        grown = max(0, self.added.size - model.shape.vocab_size)
+        more = grown * matrices * model.shape.hidden_size * model.sizes.compute_bytes
+        whole = replace(whole, elements=whole.elements + rows)
+        return replace(model, sizes=replace(model.sizes, whole=whole, base=model.sizes.base + more))
 
     def plan_check(self, layout: Layout) -> None:
         """Raise ConfigError for a layout in which modules cannot train fully beside the adapters."""
@@ -68,15 +82,20 @@ class Adapters:
             "rest": layout.rest != "device",
             "adapters": layout.adapters != "device",
         }
-        if self.lora.train_too and (field := next((name for name, on in spread.items() if on), "")):
+        field = next((name for name, on in spread.items() if on), "")
+        if field and (self.lora.train_too or self.lora.new_tokens):
+            name = "train_too" if self.lora.train_too else "new_tokens"
             raise ConfigError(
-                f"lora.train_too needs modules whole on the device, but the plan has place.{field} elsewhere",
-                next=f"--place.{field} device, or leave out --train-too",
+                f"lora.{name} needs modules whole on the device, but the plan has place.{field} elsewhere",
+                next=f"--place.{field} device, or leave it out",
             )
 
     def attach(self, model: Decoder) -> None:
         from unfreeze.adapters import attach
+        from unfreeze.adapters.tokens import train_new_tokens
 
+        if self.added is not None:
+            train_new_tokens(model, self.added.ids, self.added.parts, self.added.size)
         attach(model, self.lora, self._seed)
 
     def written_bytes(self, manifest: Manifest, adapter: int) -> int:

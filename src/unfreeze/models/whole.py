@@ -30,7 +30,11 @@ def trainable_modules(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if not isinstance(module, (Experts, ExpertWeight))
         and (any(True for _ in module.parameters(recurse=False)) or _packed(module))
-        and not any(any(True for _ in below.parameters()) for below in module.children())
+        and not any(
+            any(True for _ in below.parameters())
+            for part, below in module.named_children()
+            if part != "adapter"
+        )
     }
 
 
