@@ -113,7 +113,7 @@ def test_other_rows_and_the_base_stay_as_they_were(tiny):
 
 def test_refused_by_name(tiny, tmp_path):
     model = trained(tiny, "llama")
-    with pytest.raises(AdapterError, match="vllm holds LoRA alone"):
+    with pytest.raises(AdapterError, match="vllm holds no adapter of embeddings or new tokens"):
         save_adapter(model, tmp_path / "v", reader=READERS["vllm"])
     save_adapter(model, tmp_path / "a")
     with pytest.raises(AdapterError, match="several adapters at once are LoRA alone"):

@@ -32,6 +32,7 @@ CASES = {
     "tied": ("Qwen2", SIZES | {"tie_word_embeddings": True}, ("embed_tokens",)),
     "moe": ("Qwen3Moe", SIZES | MOE, ("*.gate", "norm")),
 }
+LORA_ENDS = ("attention", "embed_tokens", "lm_head")
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 30, 41, 77]])
 
 
@@ -74,7 +75,7 @@ def test_gguf_lora_and_a_head_trained_apart_from_its_embeddings_are_refused(trai
     base, adapter = trained
     model = open_model(open_checkpoint(base))
     deltas = Deltas(model, adapter)
-    with pytest.raises(ConfigError, match="GGUF-LoRA holds no .*, which trained fully"):
+    with pytest.raises(ConfigError, match=r"GGUF-LoRA holds no .*, which trained fully"):
         planned_lora(None, deltas, None)
     if model.shape.tied:
         from safetensors.torch import load_file, save_file
@@ -84,3 +85,27 @@ def test_gguf_lora_and_a_head_trained_apart_from_its_embeddings_are_refused(trai
         save_file(tensors, adapter / "adapter_model.safetensors")
         with pytest.raises(AdapterError, match="are one, but the adapter has one alone"):
             Deltas(model, adapter)
+
+
+@pytest.mark.parametrize("case", ["llama", "tied"])
+def test_lora_on_embeddings_and_head_is_merged_but_not_into_a_tied_head(case, merging, tmp_path):
+    kind, settings, _ = CASES[case]
+    base = merging.sharded(tmp_path / "base", *merging.random_model(kind, settings))
+    model = open_model(open_checkpoint(base))
+    attach(model, LoraConfig(rank=4, alpha=6.0, targets=LORA_ENDS), seed=0)
+    with torch.no_grad():
+        model.model.embed_tokens.adapter.A.normal_(0, 0.1)
+        for site in sites(model):
+            site.adapter.B.normal_(0, 0.05)
+    adapter = save_adapter(model, tmp_path / "adapter", base_name=str(base))
+    if case == "tied":
+        with pytest.raises(ConfigError, match="the head of this model is its embeddings"):
+            merging.run(base, adapter, tmp_path / "out")
+        return
+    merging.run(base, adapter, tmp_path / "out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.PeftModel.from_pretrained(loaded(base), adapter).eval()
+    with torch.no_grad():
+        wanted, plain, merged = (m(IDS).logits for m in (theirs, loaded(base), loaded(tmp_path / "out")))
+    assert (merged - wanted).abs().max() < 1e-4 and (plain - wanted).abs().max() > 1e-2

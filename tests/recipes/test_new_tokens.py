@@ -71,7 +71,9 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "new.txt").write_text("\n".join(NEW) + "\n")
     (folder / "rows.jsonl").write_text("".join(json.dumps(chat(n)) + "\n" for n in range(6)))
-    pairs = [{**chat(n), "chosen": chat(n)["completion"], "rejected": f"It is {n}, no <call>."} for n in range(4)]
+    pairs = [
+        {**chat(n), "chosen": chat(n)["completion"], "rejected": f"It is {n}, no <call>."} for n in range(4)
+    ]
     for pair in pairs:
         del pair["completion"]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
@@ -108,7 +110,10 @@ def logits_of(model, ids):
 
 
 def test_a_new_token_is_one_id_here_and_in_transformers(base, run):
-    ours, theirs = load_tokenizer(run / "tokenizer"), transformers.AutoTokenizer.from_pretrained(run / "adapter")
+    ours, theirs = (
+        load_tokenizer(run / "tokenizer"),
+        transformers.AutoTokenizer.from_pretrained(run / "adapter"),
+    )
     before = load_tokenizer(base)
     ids = [before.vocab_size + n for n in range(3)]
     assert [ours.encode(text, specials=False) for text in NEW] == [[id] for id in ids]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from unfreeze.adapters.embeddings import TABLE, attach_embeddings, embedding_adapter
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.tokens import token_rows
 from unfreeze.adapters.whole import WholeWeights, modules_named, put_on, take_all_off, train_too, wholes
@@ -19,7 +20,7 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
-from unfreeze.models.targets import TargetCandidate, candidates, chosen_by
+from unfreeze.models.targets import TargetCandidate, candidates, chosen_by, names_embeddings
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,9 @@ def attach(
     already has an adapter.
     """
     chosen = chosen_by(config, model)
-    rows = set(token_rows(model))  # trained before: those of new tokens
-    if both := [name for name in rows if name in chosen or name in modules_named(model, config.train_too)]:
+    rows, whole = set(token_rows(model)), modules_named(model, config.train_too)
+    adapted = {*chosen, *((TABLE,) if names_embeddings(config.targets) else ())}
+    if both := [name for name in rows if name in adapted or name in whole]:
         raise AdapterError(
             f"rows of new tokens train in {both[0]}, so it can have no adapter, nor train fully",
             next="leave embed_tokens and lm_head out of lora.targets and lora.train_too",
@@ -70,7 +72,7 @@ def attach(
         raise AdapterError(
             f"{len(taken)} of {len(chosen)} targets already carry an adapter; first: {taken[0]}"
         )
-    if both := [name for name in modules_named(model, config.train_too) if name in chosen]:
+    if both := [name for name in whole if name in adapted]:
         raise AdapterError(
             f"{len(both)} modules are named by lora.targets and by lora.train_too; first: {both[0]}",
             next="a module has an adapter or trains fully: remove it from one of the two",
@@ -83,6 +85,7 @@ def attach(
             adapter.reset(seed, name, candidate.owner.held.first)
         elif isinstance(adapter, LowRank):
             adapter.reset(seed, name)
+    attach_embeddings(model, config, seed, place)
     train_too(model, config.train_too)
     return sites(model)
 
@@ -117,7 +120,7 @@ def detach(model: nn.Module) -> None:
     """Remove every adapter, and put back the base's weights of modules that train fully."""
     for site in sites(model):
         site.owner.adapter = None
-    for name in token_rows(model):
+    for name in (*token_rows(model), *embedding_adapter(model)):
         setattr(model.get_submodule(name), "adapter", None)  # noqa: B010  an Embedding's or a Linear's
     take_all_off(model)
 
@@ -125,7 +128,7 @@ def detach(model: nn.Module) -> None:
 def attached(model: nn.Module) -> dict[str, nn.Module]:
     """Module name -> its adapter, its rows of new tokens, or its own weights in place of the base's."""
     adapters: dict[str, nn.Module] = {site.name: site.adapter for site in sites(model)}
-    return adapters | token_rows(model) | wholes(model)
+    return adapters | token_rows(model) | embedding_adapter(model) | wholes(model)
 
 
 def put(model: nn.Module, adapters: Mapping[str, nn.Module]) -> None:

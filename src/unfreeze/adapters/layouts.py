@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.adapters.attach import Site, sites
+from unfreeze.adapters.embeddings import embedding_adapter, entries_of_embeddings
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.names import check_per_expert, excluded, prefix_in, released, swapped, theirs
 from unfreeze.adapters.readers import Drop, Layout, Reader
@@ -163,9 +164,9 @@ def entries_of(
     adapted = sites(model)
     if not adapted:
         raise AdapterError("there is no adapter to save: the model has none attached")
-    if layout == "per-expert" and token_rows(model):
+    if layout == "per-expert" and (token_rows(model) or embedding_adapter(model)):
         raise AdapterError(
-            f"{reader.name if reader else 'this layout'} holds LoRA alone, but new tokens trained",
+            f"{reader.name if reader else 'this layout'} holds no adapter of embeddings or new tokens",
             next="unfreeze merge RUN --to bf16, and serve the merged folder",
         )
     if layout == "per-expert" and (whole := wholes(model)):
@@ -191,9 +192,10 @@ def entries_of(
 
 
 def beside_lora(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Tensors beside LoRA's under transformers' names: modules that train fully, and rows of new tokens."""
+    """Tensors beside LoRA's under transformers' names: modules that train fully, new tokens, embeddings."""
     yield from entries_of_whole(model, values)
     yield from entries_of_rows(model)
+    yield from entries_of_embeddings(model)
 
 
 def dropped(model: nn.Module, reader: Reader) -> dict[str, Drop]:
@@ -397,7 +399,10 @@ def _config(entries: list[Entry], layout: Layout, base_name: str | None, model: 
         "lora_alpha": default.alpha,
         "rank_pattern": rank_pattern,
         "alpha_pattern": alpha_pattern,
-        "target_modules": sorted({names[e.target] for e in entries if not e.parameter}),
+        "target_modules": sorted(
+            {names[e.target] for e in entries if not e.parameter}
+            | {theirs(model, name).rsplit(".", 1)[-1] for name in embedding_adapter(model)}
+        ),
         "target_parameters": sorted({names[e.target] for e in entries if e.parameter}) or None,
         "use_rslora": False,
         "lora_dropout": 0.0,

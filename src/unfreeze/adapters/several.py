@@ -14,11 +14,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from unfreeze.adapters.attach import detach, sites
+from unfreeze.adapters.attach import attached, detach, sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.read import read_adapter
-from unfreeze.adapters.tokens import token_rows
-from unfreeze.adapters.whole import wholes
 from unfreeze.config.adapter import CONFIG, adapter_folder, longer_of
 from unfreeze.core.errors import AdapterError, UserError, nearest
 from unfreeze.core.longer import Longer
@@ -69,14 +67,10 @@ class Several:
         self._number = 0
         if model.exchanges:
             raise AdapterError("several adapters at once need a model that one process holds")
-        if token_rows(model):
+        others = attached(model).keys() - {site.name for site in sites(model)}
+        if others:
             raise AdapterError(
-                "rows of new tokens trained beside the adapter: several adapters at once are LoRA alone",
-                next="serve it by itself, or: unfreeze merge RUN --to bf16",
-            )
-        if whole := wholes(model):
-            raise AdapterError(
-                f"{len(whole)} modules trained fully beside the adapter, first {next(iter(whole))}: several"
+                f"{len(others)} modules train in another way beside the adapter, first {min(others)}: several"
                 " adapters at once are LoRA alone",
                 next="serve it by itself, or: unfreeze merge RUN --to bf16",
             )

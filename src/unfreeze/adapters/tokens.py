@@ -135,6 +135,11 @@ def decoded_rows(
 ) -> dict[str, tuple[list[int], Tensor]]:
     """Module name -> (ids, rows) of an adapter's file. Raises AdapterError for what does not fit."""
     named = indices_of(config)
+    if named and not rows:
+        raise AdapterError(
+            f"trainable_token_indices names tokens of {', '.join(named)}, but the file has no rows of them",
+            next="download the adapter again",
+        )
     decoded: dict[str, tuple[list[int], Tensor]] = {}
     for key, tensor in rows.items():
         name = nested.model_name(ours(model, key))

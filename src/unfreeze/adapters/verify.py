@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.adapters.attach import sites
+from unfreeze.adapters.embeddings import split_embeddings
 from unfreeze.adapters.files import read_files
 from unfreeze.adapters.layouts import beside_lora, projections
 from unfreeze.adapters.lora import LowRank
@@ -68,7 +69,9 @@ def verify_adapter(
     """
     config, tensors = files or read_files(Path(directory))
     others, of_tokens = split_rows(config, tensors)
+    others, of_embeddings = split_embeddings(others)
     tensors, whole = split_off(config, others)
+    whole |= of_embeddings
     whole |= {f"{name}.{LEAF}": rows for name, rows in of_tokens.items()}
     config = in_ours(model, config)
     own = keys_in_ours(model, tensors)

@@ -101,7 +101,9 @@ def split_off(
     return {name: tensor for name, tensor in tensors.items() if name not in apart}, apart
 
 
-def decoded_whole(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def decoded_whole(
+    model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, dict[str, Tensor]]:
     """Our name of a module -> its tensors by name, from those of modules_to_save in a file.
 
     Raises AdapterError for a module that the model doesn't have, a missing or a mismatched tensor.
@@ -125,6 +127,12 @@ def decoded_whole(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
     for module, own in decoded.items():
         lacking = [name for name, _ in known[module].named_parameters(recurse=False) if name not in own]
         faults += [f"{module}.{name} is missing" for name in lacking]
+    present = [theirs(model, name) for name in decoded]
+    faults += [
+        f"{named} has no weight in the file"
+        for named in config.get("modules_to_save") or ()
+        if not any(name.endswith(named) for name in present)
+    ]
     if faults:
         raise AdapterError(
             f"{len(faults)} of {len(tensors)} tensors of modules_to_save do not fit this model; first:"

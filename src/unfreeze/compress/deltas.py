@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.adapters.decode import Decoded, decode
+from unfreeze.adapters.embeddings import EmbeddingLowRank, decoded_embeddings, split_embeddings, without_base
 from unfreeze.adapters.files import read_files
 from unfreeze.adapters.tokens import decoded_rows, split_rows
 from unfreeze.adapters.whole import decoded_whole, split_off
@@ -47,12 +48,14 @@ class Changes(Protocol):
     """ΔW by place. projections: site -> the projections that change, ("",) of a linear layer.
 
     whole: parameter name -> its new values, of modules that trained fully.
+    embeddings: LoRA on the token embeddings, if there is one.
     rows: parameter name -> (ids, rows) of tokens that trained alone, some beyond the base's vocabulary.
     """
 
     projections: dict[str, tuple[str, ...]]
     whole: dict[str, Tensor]
     rows: dict[str, tuple[list[int], Tensor]]
+    embeddings: EmbeddingLowRank | None
 
     def of(self, place: MatrixPlace) -> Tensor: ...
 
@@ -64,6 +67,7 @@ class NoChanges:
     projections: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     whole: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     rows: dict[str, tuple[list[int], Tensor]] = field(default_factory=dict[str, tuple[list[int], Tensor]])
+    embeddings: EmbeddingLowRank | None = None
 
     def of(self, place: MatrixPlace) -> Tensor:
         raise KeyError(place)
@@ -79,13 +83,15 @@ class Deltas:
         self._model = model
         self._config, tensors = read_files(folder)
         others, of_tokens = split_rows(self._config, tensors)
+        others, of_embeddings = split_embeddings(without_base(model, others))
+        self.embeddings = decoded_embeddings(model, self._config, of_embeddings)
         tensors, apart = split_off(self._config, others)
         self.rows = {
             f"{name}.weight": rows for name, rows in decoded_rows(model, self._config, of_tokens).items()
         }
         self.whole: dict[str, Tensor] = {
             f"{name}.{leaf}": tensor
-            for name, own in decoded_whole(model, apart).items()
+            for name, own in decoded_whole(model, self._config, apart).items()
             for leaf, tensor in own.items()
         }
         _refuse_untied(model, self.whole, folder)

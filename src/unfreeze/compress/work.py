@@ -252,6 +252,16 @@ def _instead(
                 next="unfreeze export RUN --for peft, and serve the adapter",
             )
         yield _module(source), value.mT if source.transposed else value
+    adapter, tied = deltas.embeddings, work.model.shape.tied
+    if tied and (adapter is not None or "lm_head" in deltas.projections):
+        raise ConfigError(
+            "the head of this model is its embeddings, but the adapter changes the two apart",
+            next="serve the adapter beside its base: unfreeze export RUN --for peft",
+        )
+    if adapter is not None:
+        source = tensor_sources("model.embed_tokens.weight", (), work.rules, disk)[0]
+        stored, change = stored_tensor(disk[source.name]), adapter.A.detach().t() @ adapter.B.detach().t()
+        yield _module(source), stored.float() + adapter.scale * change
     most = max((max(ids) + 1 for ids, _ in deltas.rows.values()), default=0)
     for name, (ids, rows) in deltas.rows.items():
         source = tensor_sources(name, (), work.rules, disk)[0]

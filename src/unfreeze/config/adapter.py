@@ -40,7 +40,7 @@ REFUSED_IF_SET = (
 # initialisations that also change the base's weights: the saved adapter belongs to that other base
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
-WITHOUT = {"gate": "a router", "lm_head": "the output head", "embed_tokens": "the embeddings"}
+WITHOUT = {"gate": "a router"}
 """Layers that peft can adapt but unfreeze cannot, by the last part of their names."""
 SHARD = re.compile(r"adapter_model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _FACTOR = re.compile(r"\.(?:base_layer|lora_\w+)\b.*")
@@ -126,6 +126,7 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     experts: dict[str, int] = {}
     whole: dict[str, str] = {}  # target -> name in the first layer that peft matches patterns with
     trained: dict[str, None] = {}
+    of_embeddings = False
     ours = False
     parameters: list[str] = config.get("target_parameters") or []
     check_places(header := _header(folder), folder / WEIGHTS)
@@ -134,7 +135,9 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             ours = entry.get("layout") == "peft"
             continue
         layer, _, half = name.removeprefix(PREFIX).rpartition(".lora_")
-        if not layer and config.get("modules_to_save") and ".token_adapter." not in name:
+        of_embeddings |= half.startswith("embedding_")
+        beside = ".token_adapter." in name or name.endswith(".base_layer.weight")
+        if not layer and config.get("modules_to_save") and not beside:
             trained[name.removeprefix(PREFIX).rpartition(".")[0]] = None
         shape: Any = entry.get("shape")
         if not half.startswith("A") or not isinstance(shape, list):
@@ -172,7 +175,7 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "rank": rank or in_experts,
         "alpha": float(f"{scale * (rank or in_experts):.15g}"),
-        "targets": tuple([*dense, *experts]),
+        "targets": tuple([*dense, *experts, *(["embed_tokens"] if of_embeddings else [])]),
         "experts_rank": in_experts if in_experts and in_experts != (rank or in_experts) else None,
         "scaling": "alpha/r",
         **({"train_too": tuple(trained)} if trained else {}),
@@ -251,7 +254,7 @@ def named_parameters(config: Mapping[str, Any], experts: str, first: str = "gate
 
 
 def check_places(names: Iterable[str], path: Path) -> None:
-    """Raise AdapterError if tensors belong to a router, the output head or the embeddings."""
+    """Raise AdapterError if tensors belong to a router."""
     modules = {name: _FACTOR.sub("", name) for name in names}
     leaves = {name: module.rpartition(".")[2] for name, module in modules.items() if module != name}
     unusable = {name: leaf for name, leaf in leaves.items() if leaf in WITHOUT}
