@@ -54,7 +54,7 @@ def test_globs_names_and_ends_of_names(tiny):
         ("*.q_b_prj", "'*.q_b_proj'"),
         ("expert", "'experts'"),
         ("gate", "no linear layer"),
-        ("embed_tokens", "no linear layer"),
+        ("norm", "no linear layer"),
     ],
 )
 def test_an_unmatched_target_names_the_nearest(tiny, target, said):

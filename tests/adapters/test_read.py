@@ -103,15 +103,8 @@ def test_a_start_that_leaves_the_base_as_it_was_is_loaded(tiny, saved, start):
     assert load_adapter(tiny.model("deepseek"), saved)
 
 
-@pytest.mark.parametrize(
-    ("place", "what"),
-    [
-        ("model.layers.1.mlp.gate", "a router"),
-        ("lm_head", "the output head"),
-        ("model.embed_tokens", "the emb"),
-    ],
-)
-def test_factors_of_router_head_and_embeddings_are_named(tiny, saved, place, what):
+@pytest.mark.parametrize(("place", "what"), [("model.layers.1.mlp.gate", "a router")])
+def test_factors_of_a_router_are_named(tiny, saved, place, what):
     load_adapter(tiny.model("deepseek"), saved)  # control arm
     pair = {f"base_model.model.{place}.lora_{half}.weight": torch.ones(4, 4) for half in "AB"}
     edit(saved, lambda tensors: tensors.update(pair))

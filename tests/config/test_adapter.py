@@ -74,8 +74,9 @@ def test_patterns_of_whole_names_are_matched_as_peft_matches_them(layer, pattern
     ("change", "said"),
     [
         ({"use_dora": 1}, "use_dora is 1"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices = [1]"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save is not a list of names"),
+        ({"trainable_token_indices": [1, 1]}, "trainable_token_indices is [1, 1]"),
+        ({"trainable_token_indices": {"embed_tokens": [-1]}}, "lists of different ids"),
         ({"bias": "lora_only"}, "bias = 'lora_only'"),
         ({"lora_bias": True}, "lora_bias = True"),
         ({"init_lora_weights": "pissa_niter_4"}, "changed the base's weights too"),

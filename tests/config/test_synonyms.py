@@ -30,8 +30,8 @@ FLAGS = [
     ("--chat-template", "chat_template.jinja in its folder"),
     ("--trust-remote-code", "code from a checkpoint is never run"),
     ("--logging-steps", "every step is recorded in RUN/events.jsonl"),
-    ("--new-tokens", "adding tokens is not built; transformers does it"),
-    ("--resize-token-embeddings", "adding tokens is not built; transformers does it"),
+    ("--resize-token-embeddings", "tokens are added from a file, one per line"),
+    ("--modules-to-save", "modules train fully beside the adapters by their names"),
     ("--group-by-length", "packing fills batches"),
     ("--rope-theta", "the rotary table is that of the model's config.json"),
     ("--completion-only-loss", "only answers are trained on"),
@@ -99,7 +99,7 @@ def test_a_value_in_a_file_and_in_python_is_answered_too(tmp_path, capsys):
         ("vllm", "serve answers OpenAI's clients", "unfreeze serve MODEL_OR_RUN"),
         ("train-tokenizer", "tokenizer train makes one from text", "unfreeze tokenizer train corpus.jsonl"),
         ("ppo", "grpo learns from rewards", "unfreeze grpo --model MODEL"),
-        ("resize", "adding tokens is not built", "model.resize_token_embeddings"),
+        ("resize", "tokens are added from a file", "--new-tokens new.txt"),
         ("ollama", "export writes a GGUF", "unfreeze export RUN --for gguf"),
         ("perplexity", "eval measures the perplexity of a text", "--tasks ppl:book.txt"),
     ],
@@ -185,7 +185,7 @@ def test_no_hint_is_longer_than_a_line():
 
 
 def test_tokens_added_by_transformers_train(tmp_path, unfreeze_json):
-    """As the hint of --new-tokens has it: add, resize, save both, train every weight."""
+    """Added and resized elsewhere: every weight trains, the new rows among them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 

@@ -14,12 +14,15 @@ from torch import nn
 
 from unfreeze.adapters import pissa
 from unfreeze.adapters.dora import Dora
+from unfreeze.adapters.embeddings import TABLE, attach_embeddings, embedding_adapter
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
+from unfreeze.adapters.tokens import token_rows
+from unfreeze.adapters.whole import WholeWeights, modules_named, put_on, take_all_off, train_too, wholes
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
-from unfreeze.models.targets import TargetCandidate, candidates, chosen_by
+from unfreeze.models.targets import TargetCandidate, candidates, chosen_by, names_embeddings
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def attach(
     progress: Callable[[int, int], None] | None = None,
     restored: bool = False,
 ) -> list[Site]:
-    """Freeze every parameter, then attach a new adapter to every target.
+    """Freeze every parameter, then attach a new adapter to every target, and let `train_too` train.
 
     The output is unchanged, because B is zero, or because B A is that of the start (PiSSA). The same
     (seed, name) gives the same A, independent of other adapters. Works on a model on "meta" (before
@@ -70,6 +73,13 @@ def attach(
     already has an adapter, or for weights that are not there to be read.
     """
     chosen = chosen_by(config, model)
+    rows, whole = set(token_rows(model)), modules_named(model, config.train_too)
+    adapted = {*chosen, *((TABLE,) if names_embeddings(config.targets) else ())}
+    if both := [name for name in rows if name in adapted or name in whole]:
+        raise AdapterError(
+            f"rows of new tokens train in {both[0]}, so it can have no adapter, nor train fully",
+            next="leave embed_tokens and lm_head out of lora.targets and lora.train_too",
+        )
     taken = [name for name, (candidate, _) in chosen.items() if candidate.owner.adapter is not None]
     if taken:
         raise AdapterError(
@@ -77,7 +87,12 @@ def attach(
         )
     if config.reads_weights:
         _refuse_unread(chosen.values(), config)
-    model.requires_grad_(False)
+    if both := [name for name in whole if name in adapted]:
+        raise AdapterError(
+            f"{len(both)} modules are named by lora.targets and by lora.train_too; first: {both[0]}",
+            next="a module has an adapter or trains fully: remove it from one of the two",
+        )
+    _freeze(model)
     place = _device(model) if device is None else torch.device(device)
     done, total = 0, 4 * sum(_weights(*each) for each in chosen.values())
 
@@ -102,6 +117,8 @@ def attach(
             pissa.begin(name, owner, adapter, config.start, advance)
         if isinstance(adapter, Dora) and isinstance(owner, Linear):
             adapter.begin(owner)
+    attach_embeddings(model, config, seed, place)
+    train_too(model, config.train_too)
     return sites(model)
 
 
@@ -159,9 +176,28 @@ def put_adapter(
 
 
 def detach(model: nn.Module) -> None:
-    """Remove every adapter; the base is unchanged."""
+    """Remove every adapter, and put back the base's weights of modules that train fully."""
     for site in sites(model):
         site.owner.adapter = None
+    for name in (*token_rows(model), *embedding_adapter(model)):
+        setattr(model.get_submodule(name), "adapter", None)  # noqa: B010  an Embedding's or a Linear's
+    take_all_off(model)
+
+
+def attached(model: nn.Module) -> dict[str, nn.Module]:
+    """Module name -> its adapter, its rows of new tokens, or its own weights in place of the base's."""
+    adapters: dict[str, nn.Module] = {site.name: site.adapter for site in sites(model)}
+    return adapters | token_rows(model) | embedding_adapter(model) | wholes(model)
+
+
+def put(model: nn.Module, adapters: Mapping[str, nn.Module]) -> None:
+    """Attach what `attached` returned; a module keeps what it has if it is not named."""
+    for name, adapter in adapters.items():
+        module = model.get_submodule(name)
+        if isinstance(adapter, WholeWeights):
+            put_on(module, adapter)
+        else:
+            setattr(module, "adapter", adapter)  # noqa: B010  a Linear's or the experts' own kind
 
 
 @contextmanager
@@ -173,22 +209,27 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def with_adapters(model: nn.Module, others: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Replace the model's own adapters by `others`, by module name (Site.name). No tensor moves."""
-    taken = sites(model)
+    """Replace the model's own adapters by `others`, by module name (`attached`). No tensor moves."""
+    taken = attached(model)
     detach(model)
     try:
-        for name, adapter in others.items():
-            setattr(model.get_submodule(name), "adapter", adapter)  # noqa: B010  a Linear's or the experts'
+        put(model, others)
         yield
     finally:
         detach(model)
-        for site in taken:
-            setattr(site.owner, "adapter", site.adapter)  # noqa: B010  a Linear's or the experts' own kind
+        put(model, taken)
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, parameter) of the adapters only, in the model's order."""
     return ((name, parameter) for name, parameter in model.named_parameters() if ".adapter." in name)
+
+
+def _freeze(model: nn.Module) -> None:
+    """Freeze everything but rows of new tokens."""
+    model.requires_grad_(False)
+    for own in token_rows(model).values():
+        own.requires_grad_(True)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -34,9 +34,12 @@ from torch import Tensor, nn
 
 from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.dora import Dora
+from unfreeze.adapters.embeddings import embedding_adapter, entries_of_embeddings
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.names import check_per_expert, excluded, prefix_in, released, swapped, theirs
 from unfreeze.adapters.readers import Drop, Layout, Reader
+from unfreeze.adapters.tokens import entries_of_rows, indices_to_save, token_rows
+from unfreeze.adapters.whole import entries_of_whole, modules_to_save, tied_whole, wholes
 from unfreeze.checkpoint.nested import name_on_disk
 from unfreeze.checkpoint.save import write_file, write_safetensors
 from unfreeze.config.adapter import CONFIG, PREFIX, WEIGHTS
@@ -101,7 +104,7 @@ class Tensors(Mapping[str, Tensor]):
     All padded ones at once may take several times the memory of the adapter.
     """
 
-    def __init__(self, entries: Sequence[Entry], prefix: str):
+    def __init__(self, entries: Sequence[Entry], prefix: str, whole: Mapping[str, Tensor] | None = None):
         ends = {"A": "lora_A.weight", "B": "lora_B.weight", "m": "lora_magnitude_vector"}
         self._of = {
             f"{PREFIX}{name_on_disk(prefix, entry.key)}.{end}": (entry, half)
@@ -109,16 +112,19 @@ class Tensors(Mapping[str, Tensor]):
             for half, end in ends.items()
             if half != "m" or entry.m is not None
         }
+        self._whole = {f"{PREFIX}{name_on_disk(prefix, key)}": of for key, of in (whole or {}).items()}
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._whole:
+            return self._whole[name]
         entry, half = self._of[name]
         return entry.tensor(half)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._of)
+        return iter([*self._of, *self._whole])
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._of) + len(self._whole)
 
 
 def save_adapter(
@@ -129,12 +135,14 @@ def save_adapter(
     *,
     prefix: str = "",
     reader: Reader | None = None,
+    values: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write the model's adapters as adapter_model.safetensors and adapter_config.json. -> the directory.
 
     Factors are float32; each file is written atomically, and a new folder is complete or absent. `base_name`
     goes into base_model_name_or_path. `prefix` is the one before the names of the checkpoint's text model
     (Manifest.prefix). `reader`: a program whose rules are followed (readers.py), including its layout.
+    values: parameter name -> tensor to write in place of a weight that trains fully: its float32 master.
 
     Raises AdapterError if the model has no adapter, or none that the reader applies. Call
     verify.verify_adapter afterwards: it re-reads the file.
@@ -142,7 +150,7 @@ def save_adapter(
     layout = reader.layout if reader else layout
     entries, config = entries_of(model, layout, base_name, reader)
     directory = Path(directory)
-    tensors = Tensors(entries, prefix_in(model, prefix))
+    tensors = Tensors(entries, prefix_in(model, prefix), dict(beside_lora(model, values)))
     new = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -162,6 +170,17 @@ def entries_of(
     adapted = sites(model)
     if not adapted:
         raise AdapterError("there is no adapter to save: the model has none attached")
+    if layout == "per-expert" and (token_rows(model) or embedding_adapter(model)):
+        raise AdapterError(
+            f"{reader.name if reader else 'this layout'} holds no adapter of embeddings or new tokens",
+            next="unfreeze merge RUN --to bf16, and serve the merged folder",
+        )
+    if layout == "per-expert" and (whole := wholes(model)):
+        raise AdapterError(
+            f"{reader.name if reader else 'the per-expert layout'} holds LoRA alone, but {len(whole)} modules"
+            f" trained fully; first: {next(iter(whole))}",
+            next="unfreeze merge RUN --to bf16, and serve the merged folder",
+        )
     if reader:
         left_out = dropped(model, reader)
         adapted = [site for site in adapted if site.name not in left_out]
@@ -181,6 +200,13 @@ def entries_of(
     config = _config(entries, layout, base_name, model)
     named = released if layout == "per-expert" else theirs
     return [replace(entry, key=named(model, entry.key)) for entry in entries], config
+
+
+def beside_lora(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Tensors beside LoRA's under transformers' names: modules that train fully, new tokens, embeddings."""
+    yield from entries_of_whole(model, values)
+    yield from entries_of_rows(model)
+    yield from entries_of_embeddings(model)
 
 
 def dropped(model: nn.Module, reader: Reader) -> dict[str, Drop]:
@@ -371,7 +397,10 @@ def _config(entries: list[Entry], layout: Layout, base_name: str | None, model: 
         "lora_alpha": default.alpha,
         "rank_pattern": rank_pattern,
         "alpha_pattern": alpha_pattern,
-        "target_modules": sorted({names[e.target] for e in entries if not e.parameter}),
+        "target_modules": sorted(
+            {names[e.target] for e in entries if not e.parameter}
+            | {theirs(model, name).rsplit(".", 1)[-1] for name in embedding_adapter(model)}
+        ),
         "target_parameters": sorted({names[e.target] for e in entries if e.parameter}) or None,
         "use_rslora": False,
         "lora_dropout": 0.0,
@@ -379,10 +408,14 @@ def _config(entries: list[Entry], layout: Layout, base_name: str | None, model: 
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": modules_to_save(model) or None,
     }
     if any(entry.m is not None for entry in entries):
         config["use_dora"] = True
+    if indices := indices_to_save(model):
+        config["trainable_token_indices"] = indices
+    if tied_whole(model):
+        config["ensure_weight_tying"] = True  # else peft trains embeddings and head apart
     if beside := excluded(model):
         config["exclude_modules"] = beside
     if layout == "per-expert" and any(_expert_number(e.target) for e in entries):

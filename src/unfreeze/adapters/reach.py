@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unfreeze.adapters.tokens import TokenRows
 from unfreeze.models import Decoder
+from unfreeze.models.blocks.embedding import Embedding
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.layer import Layer
 
@@ -57,6 +59,8 @@ class Reach:
         else:
             has_input = not isinstance(module, Layer) and bool(arguments) and arguments[0].is_floating_point()
             fed_T = _alive(arguments[0]) if has_input else None
+            if isinstance(module, Embedding) and isinstance(module.adapter, TokenRows):
+                fed_T = module.adapter.places[arguments[0]] >= 0
             output.register_hook(partial(self._whole, name, fed_T))
 
     @torch.no_grad()

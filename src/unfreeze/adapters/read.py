@@ -9,6 +9,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,11 +19,23 @@ from torch import Tensor, nn
 from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.decode import Decoded, decode
 from unfreeze.adapters.dora import Dora
+from unfreeze.adapters.embeddings import (
+    TABLE,
+    EmbeddingLowRank,
+    decoded_embeddings,
+    embedding_adapter,
+    put_embeddings,
+    split_embeddings,
+    without_base,
+)
 from unfreeze.adapters.files import read_files
 from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.names import excluded
+from unfreeze.adapters.tokens import decoded_rows, fill_rows, load_rows, split_rows
+from unfreeze.adapters.whole import WholeWeights, decoded_whole, fill_whole, put_on, split_off, wholes
 from unfreeze.core.errors import AdapterError
+from unfreeze.models import Decoder
 from unfreeze.models.blocks.linear import Linear
 
 _LAYER = re.compile(r"\.\d+\.")
@@ -37,16 +50,43 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
     Raises AdapterError: folder or field missing, another adapter type, unknown, missing or mismatched tensors
     (counted, the first named). Warns if the file has the swapped dimensions of peft 0.18.
     """
-    decoded = _decoded(model, Path(directory))
-    present = {site.name: site.adapter for site in sites(model)}
+    read = _decoded(model, Path(directory))
+    decoded, whole, rows, table = read.lora, read.whole, read.rows, read.embeddings
+    present, own = {site.name: site.adapter for site in sites(model)}, wholes(model)
     if present:
         _check_same(decoded, present, Path(directory))
+        if own.keys() != whole.keys():
+            raise AdapterError(
+                f"{directory}: {len(whole)} modules trained fully, but {len(own)} do in this model",
+                next="load the adapter on a model that has none",
+            )
         _fill(present, decoded)
+        _fill_same(own, whole)
+        fill_rows(model, rows, Path(directory))
+        if (table is not None) != bool(embedding_adapter(model)):
+            raise AdapterError(
+                f"{directory}: the embeddings have LoRA factors in the file or in the model, not in both",
+                next="load the adapter on a model that has none",
+            )
     else:
         model.requires_grad_(False)
+        filled = fill_whole(model, whole)
         for name, adapter in _fill(_shells(decoded), decoded).items():
             decoded[name].candidate.owner.adapter = adapter  # type: ignore[assignment]  a Linear's or the experts'
+        for name, weights in filled.items():
+            put_on(model.get_submodule(name), weights)
+        if rows:
+            load_rows(cast(Decoder, model), rows)
+    if table is not None:
+        put_embeddings(cast(Decoder, model), table)
     return sites(model)
+
+
+@torch.no_grad()
+def _fill_same(own: Mapping[str, WholeWeights], whole: Mapping[str, Mapping[str, Tensor]]) -> None:
+    for name, weights in own.items():
+        for leaf, parameter in weights.named_parameters():
+            parameter.copy_(whole[name][leaf])
 
 
 def read_adapter(model: nn.Module, directory: str | Path) -> dict[str, LowRank | ExpertLowRank]:
@@ -54,15 +94,50 @@ def read_adapter(model: nn.Module, directory: str | Path) -> dict[str, LowRank |
 
     Raises and warns as `load_adapter` does for a model without adapters.
     """
-    decoded = _decoded(model, Path(directory))
-    return _fill(_shells(decoded), decoded)
+    read = _decoded(model, Path(directory))
+    other = [*read.whole, *read.rows, *(() if read.embeddings is None else (TABLE,))]
+    if other:
+        raise AdapterError(
+            f"{directory}: {len(other)} modules train in another way beside LoRA, first {other[0]}: several"
+            " adapters at once are LoRA alone",
+            next=f"load it by itself, or: unfreeze merge {directory} --to bf16",
+        )
+    return _fill(_shells(read.lora), read.lora)
 
 
-def _decoded(model: nn.Module, directory: Path) -> dict[str, Decoded]:
+@dataclass
+class _Read:
+    """What a file holds, decoded.
+
+    lora        factors by site
+    whole       weights of modules that trained fully, by module and name
+    rows        (ids, rows) of tokens that trained alone, by module
+    embeddings  the adapter of the embeddings
+    """
+
+    lora: dict[str, Decoded]
+    whole: dict[str, dict[str, Tensor]]
+    rows: dict[str, tuple[list[int], Tensor]]
+    embeddings: EmbeddingLowRank | None
+
+
+def _decoded(model: nn.Module, directory: Path) -> _Read:
     config, tensors = read_files(directory)
-    decoded = decode(model, config, tensors)
-    _warn_of_lost_layers(model, config, decoded, directory)
-    return decoded
+    others, of_tokens = split_rows(config, tensors)
+    others, of_embeddings = split_embeddings(without_base(model, others))
+    factors, apart = split_off(config, others)
+    read = _Read(
+        decode(model, config, factors),
+        decoded_whole(model, config, apart),
+        decoded_rows(cast(Decoder, model), config, of_tokens),
+        decoded_embeddings(model, config, of_embeddings),
+    )
+    table = () if read.embeddings is None else (TABLE,)
+    places = [*read.lora, *read.whole, *read.rows, *table]
+    if twice := [name for name in places if places.count(name) > 1]:
+        raise AdapterError(f"{directory}: {twice[0]} is adapted and trains in another way too")
+    _warn_of_lost_layers(model, config, read.lora, directory)
+    return read
 
 
 @torch.no_grad()

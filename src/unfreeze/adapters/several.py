@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from unfreeze.adapters.attach import detach, sites
+from unfreeze.adapters.attach import attached, detach, sites
 from unfreeze.adapters.dora import Dora
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.read import read_adapter
@@ -68,6 +68,13 @@ class Several:
         self._number = 0
         if model.exchanges:
             raise AdapterError("several adapters at once need a model that one process holds")
+        others = attached(model).keys() - {site.name for site in sites(model)}
+        if others:
+            raise AdapterError(
+                f"{len(others)} modules train in another way beside the adapter, first {min(others)}: several"
+                " adapters at once are LoRA alone",
+                next="serve it by itself, or: unfreeze merge RUN --to bf16",
+            )
         if present := {site.name: site.adapter for site in sites(model)}:
             detach(model)
             self._take_up(name, present)

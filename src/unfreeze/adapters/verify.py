@@ -9,7 +9,7 @@ E experts, R rank, N probe vectors.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,13 @@ from torch import Tensor, nn
 
 from unfreeze.adapters.attach import sites
 from unfreeze.adapters.dora import Dora
+from unfreeze.adapters.embeddings import split_embeddings
 from unfreeze.adapters.files import read_files
-from unfreeze.adapters.layouts import projections
+from unfreeze.adapters.layouts import beside_lora, projections
 from unfreeze.adapters.lora import LowRank
 from unfreeze.adapters.names import in_ours, keys_in_ours, swapped
+from unfreeze.adapters.tokens import LEAF, split_rows
+from unfreeze.adapters.whole import split_off
 from unfreeze.checkpoint import nested
 from unfreeze.config.adapter import rank_and_scale
 from unfreeze.core.errors import AdapterError
@@ -53,6 +56,7 @@ def verify_adapter(
     directory: str | Path,
     without: Container[str] = frozenset(),
     files: tuple[dict[str, Any], dict[str, Tensor]] | None = None,
+    values: Mapping[str, Tensor] | None = None,
 ) -> Verified:
     """Compare ΔW = scale · B A of the file with the model's, in float64.
 
@@ -61,16 +65,21 @@ def verify_adapter(
     matrix is computed (K2's would be 69,120 matrices of 117 MB).
 
     without: names of sites that were left out of the file on purpose. files: adapter_config.json and the
-    tensors, if they are read already (adapters/shards.py). Raises AdapterError that counts the differences
-    and names the first.
+    tensors, if they are read already (adapters/shards.py). values: as in save_adapter. Weights that train
+    fully must be equal to the bit. Raises AdapterError that counts the differences and names the first.
     """
     config, tensors = files or read_files(Path(directory))
+    others, of_tokens = split_rows(config, tensors)
+    others, of_embeddings = split_embeddings(others)
+    tensors, whole = split_off(config, others)
+    whole |= of_embeddings
+    whole |= {f"{name}.{LEAF}": rows for name, rows in of_tokens.items()}
     config = in_ours(model, config)
     own = keys_in_ours(model, tensors)
     plain = {nested.model_name(own[name]): tensor for name, tensor in tensors.items()}
     names = plain.keys()
     count = nonzero = 0
-    worst, faults, used = 0.0, [], set()
+    worst, faults, used = 0.0, list(_other_whole(model, whole, values)), set()
     for name, scale, A_RI, B_OR in _matrices(model):
         if name in without:
             continue
@@ -128,6 +137,20 @@ def _lengths(
             if key not in plain or not torch.equal(plain[key].cpu(), site.adapter.m.detach().cpu()):
                 faults.append(f"{site.name}: m is not the file's")
     return faults
+
+
+def _other_whole(
+    model: nn.Module, whole: Mapping[str, Tensor], values: Mapping[str, Tensor] | None
+) -> Iterator[str]:
+    """Differences between the file and the modules that train fully."""
+    in_file = {nested.model_name(name): tensor for name, tensor in whole.items()}
+    for name, tensor in beside_lora(model, values):
+        written = in_file.pop(nested.model_name(name), None)
+        if written is None:
+            yield f"{name} trains fully and is not in the file"
+        elif not torch.equal(written, tensor.cpu()):
+            yield f"{name} differs from the model's"
+    yield from (f"{name} is in the file and does not train fully in the model" for name in in_file)
 
 
 def _matrices(model: nn.Module) -> list[tuple[str, float, Tensor, Tensor]]:

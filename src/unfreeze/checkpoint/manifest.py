@@ -83,6 +83,7 @@ class Manifest:
     longer   the scaling that `config` has for more positions than the files say (models/longer.py), if any
     on_load  of a float release that is packed while it is loaded: `config` and `tensors` are then those of
              the packed one, and this has the release as it is on disk
+    tokenizer  folder of the tokenizer's files, if not `path`: with tokens that an adapter added
     """
 
     path: Path
@@ -93,6 +94,12 @@ class Manifest:
     generation_config: dict[str, Any] = field(default_factory=dict)
     longer: Longer | None = None
     on_load: OnLoad | None = None
+    tokenizer: Path | None = None
+
+    @property
+    def tokens(self) -> Path:
+        """Folder of the tokenizer's files."""
+        return self.tokenizer or self.path
 
     @property
     def nbytes(self) -> int:

@@ -77,6 +77,11 @@ def export_gguf(config: Asked, common: Common) -> dict[str, Any]:
     # refuse everything that can be refused before writing a byte
     model = models.meta_model(shape, manifest, torch.float32)
     deltas = Deltas(model, source.adapter) if source.adapter is not None else None
+    if deltas is not None and not config.adapter_only and (deltas.rows or deltas.embeddings is not None):
+        raise ConfigError(
+            f"{config.run} changed the embeddings of its base, which a GGUF takes from a merged folder",
+            next=f"unfreeze merge {config.run} --to bf16, then export the merged folder",
+        )
     weights, to = Weights(manifest, model, deltas or NoChanges()), config.type.upper()
     lines: list[str] = []
     vocabulary: Vocabulary | None = None

@@ -74,7 +74,8 @@ class HeldoutRows:
         from unfreeze.data import load_tokenizer
 
         return load_tokenizer(
-            manifest.path,
+            manifest.tokens,
+            base=manifest.path,
             now=template_time(str(self.resolved.get("data.template_date") or "")),
             template_variables=template_values(self.resolved.get("data.template_variables") or ()),
         )

@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from unfreeze.adapters.decode import Decoded, decode
+from unfreeze.adapters.embeddings import EmbeddingLowRank, decoded_embeddings, split_embeddings, without_base
 from unfreeze.adapters.files import read_files
+from unfreeze.adapters.tokens import decoded_rows, split_rows
+from unfreeze.adapters.whole import decoded_whole, split_off
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
@@ -42,9 +45,17 @@ class MatrixPlace:
 
 
 class Changes(Protocol):
-    """ΔW by place. projections: site -> the projections that change, ("",) of a linear layer."""
+    """ΔW by place. projections: site -> the projections that change, ("",) of a linear layer.
+
+    whole: parameter name -> its new values, of modules that trained fully.
+    embeddings: LoRA on the token embeddings, if there is one.
+    rows: parameter name -> (ids, rows) of tokens that trained alone, some beyond the base's vocabulary.
+    """
 
     projections: dict[str, tuple[str, ...]]
+    whole: dict[str, Tensor]
+    rows: dict[str, tuple[list[int], Tensor]]
+    embeddings: EmbeddingLowRank | None
 
     def of(self, place: MatrixPlace, weight: Tensor | None = None) -> Tensor: ...
 
@@ -54,6 +65,9 @@ class NoChanges:
     """A checkpoint without an adapter."""
 
     projections: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    whole: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    rows: dict[str, tuple[list[int], Tensor]] = field(default_factory=dict[str, tuple[list[int], Tensor]])
+    embeddings: EmbeddingLowRank | None = None
 
     def of(self, place: MatrixPlace, weight: Tensor | None = None) -> Tensor:
         raise KeyError(place)
@@ -68,6 +82,19 @@ class Deltas:
     def __init__(self, model: Decoder, folder: Path):
         self._model = model
         self._config, tensors = read_files(folder)
+        others, of_tokens = split_rows(self._config, tensors)
+        others, of_embeddings = split_embeddings(without_base(model, others))
+        self.embeddings = decoded_embeddings(model, self._config, of_embeddings)
+        tensors, apart = split_off(self._config, others)
+        self.rows = {
+            f"{name}.weight": rows for name, rows in decoded_rows(model, self._config, of_tokens).items()
+        }
+        self.whole: dict[str, Tensor] = {
+            f"{name}.{leaf}": tensor
+            for name, own in decoded_whole(model, self._config, apart).items()
+            for leaf, tensor in own.items()
+        }
+        _refuse_untied(model, self.whole, folder)
         self._layers: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             self._layers.setdefault(_layer(name), {})[name] = tensor
@@ -142,6 +169,21 @@ class Deltas:
         owner = self._model.get_submodule(site)
         assert isinstance(owner, (Linear, Experts))
         return owner
+
+
+def _refuse_untied(model: Decoder, whole: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise AdapterError if the embeddings and a tied head were trained apart (peft does so by default)."""
+    table, head = (whole.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    if model.shape.tied and (table is None) != (head is None):
+        raise AdapterError(
+            f"{folder}: the embeddings and the head of this model are one, but the adapter has one alone",
+            next="train it with ensure_weight_tying=True in peft, or with --train-too here",
+        )
+    if model.shape.tied and table is not None and head is not None and not torch.equal(table, head):
+        raise AdapterError(
+            f"{folder}: the embeddings and the head of this model are one, but the adapter has two",
+            next="train it with ensure_weight_tying=True in peft, or with --train-too here",
+        )
 
 
 def _projections(decoded: Decoded) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from unfreeze.compress.work import MergeWork
 from unfreeze.models.longer import config_for
 
 RECORD = MERGE
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 DTYPES = ("torch_dtype", "dtype")
 
 
@@ -31,7 +32,10 @@ def config_of(work: MergeWork) -> bytes:
         file = inside(work.manifest.path / "config.json")
         # read again: a manifest's config also has the quantization of a file beside it
         longer = work.manifest.longer
-        return file.read_bytes() if longer is None else _json(config_for(read_json(file), longer))
+        if longer is None and not work.vocabulary:
+            return file.read_bytes()
+        config = read_json(file) if longer is None else config_for(read_json(file), longer)
+        return _json(_with_vocabulary(config, work.vocabulary))
     tables: list[dict[str, Any]] = [config]
     tables += [config["text_config"]] if isinstance(config.get("text_config"), dict) else []
     for table in tables:
@@ -43,7 +47,15 @@ def config_of(work: MergeWork) -> bytes:
         config["torch_dtype"] = "bfloat16"
     if work.packing is not None:
         config["quantization_config"] = quantization_config(work)
-    return _json(config)
+    return _json(_with_vocabulary(config, work.vocabulary))
+
+
+def _with_vocabulary(config: dict[str, Any], size: int) -> dict[str, Any]:
+    """config.json with another vocab_size; 0: unchanged."""
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    if size:
+        text["vocab_size"] = size
+    return config
 
 
 def _json(config: dict[str, Any]) -> bytes:
@@ -56,6 +68,8 @@ def copy_beside(work: MergeWork, out: Path) -> list[str]:
     A base's quantization in a file of its own is only copied if the weights keep it.
     """
     files = files_beside(work.manifest.path, () if work.to == "same" else BESIDE)
+    if (tokens := work.manifest.tokenizer) is not None:  # with tokens that the adapter added
+        files |= {name: tokens / name for name in TOKENIZER if (tokens / name).is_file()}
     for name, path in files.items():
         write_file(out / name, path.read_bytes())
     return list(files)

@@ -84,6 +84,11 @@ def write_weight(
     One matrix at a time: each expert of a stack separately. A weight whose parts are in several files is
     computed for each of them, but its rounding is reported once.
     """
+    if weight.instead is not None:
+        for name, (dtype, _) in weight.outputs.items():
+            if name in wanted:
+                shard.put(name, weight.instead.to(TORCH_DTYPE[dtype]))
+        return []
     if weight.to is None:
         for info in weight.parts.values():
             if info.name in wanted:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from unfreeze.adapters.whole import wholes
 from unfreeze.compress.swap import left_on_disk
 from unfreeze.compress.swapped import Wish, built, config_with, difference, shape_with, value_of
 from unfreeze.core.errors import CheckpointError
@@ -62,7 +63,7 @@ def _fill(before: Decoder, after: Decoder, drawn: tuple[str, ...], seed: int, *,
 
 def _refuse(decoder: Decoder) -> None:
     """Raise CheckpointError for a model whose weights are not all here, or that has adapters."""
-    if any(".adapter." in name for name, _ in decoder.named_parameters()):
+    if any(".adapter." in name for name, _ in decoder.named_parameters()) or wholes(decoder):
         raise CheckpointError(
             "the model has adapters, which belong to the parts that it has now",
             next="unfreeze merge RUN --to bf16 --out DIR, then swap DIR",

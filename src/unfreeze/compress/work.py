@@ -13,10 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from unfreeze import models
 from unfreeze.checkpoint import nested
 from unfreeze.checkpoint.keymap import StackRule, TensorSource, tensor_sources
 from unfreeze.checkpoint.manifest import Manifest, TensorInfo
+from unfreeze.checkpoint.tensors import stored_tensor
 from unfreeze.compress.deltas import GATE, UP, Changes, MatrixPlace
 from unfreeze.compress.quantize.formats import KIMI, Packing, fused, holds, splits, stored_parts
 from unfreeze.core.dtypes import FLOATS
@@ -75,6 +79,7 @@ class Weight:
     adapted  True if an adapter changes it
     to       a codec, the dtype of a dense tensor, or None: copied unchanged
     outputs  name in the new files -> (dtype, shape)
+    instead  the values to write, of a module that trained fully
     """
 
     name: str
@@ -84,6 +89,7 @@ class Weight:
     adapted: bool = False
     to: Codec | str | None = None
     outputs: dict[str, Part] = field(default_factory=dict[str, Part])
+    instead: Tensor | None = field(default=None, compare=False)
 
     @property
     def group(self) -> str:
@@ -118,6 +124,8 @@ class MergeWork:
         self.packed_rules = instead if instead and split else self.rules
         self.scheme = manifest.scheme()
         disk = manifest.by_model_name()
+        self._instead = dict(_instead(self, deltas, disk))
+        self.vocabulary = grown_vocabulary(self, deltas)
         self.homes = dict(_homes(self, disk))
         weights = _weights(disk, self.scheme, self.homes)
         if to != "same":  # scales of activations belong to the old format
@@ -160,6 +168,11 @@ class MergeWork:
 
     def _planned(self, weight: Weight, deltas: Changes) -> Weight:
         """The weight with its plan."""
+        if (value := self._instead.get(weight.name)) is not None:
+            dense = weight.parts[""]
+            dtype = "BF16" if self.to == "bf16" and _is_matrix(weight) else dense.dtype
+            outputs = {dense.name: (dtype, tuple(value.shape))}
+            return replace(weight, to=dtype, outputs=outputs, instead=value)
         home = weight.home
         if home is not None:
             adapted = home.place.projection in deltas.projections.get(home.place.site, ())
@@ -234,6 +247,48 @@ class MergeWork:
                 lead = (len(weight.experts()),) if out.whole else ()
                 for suffix, (dtype, shape) in stored_parts(to, half, columns).items():
                     yield self.part_name(out.name, suffix), (dtype, (*lead, *shape))
+
+
+def _instead(
+    work: MergeWork, deltas: Changes, disk: Mapping[str, TensorInfo]
+) -> Iterator[tuple[str, Tensor]]:
+    """(module on disk, values as on disk) of every weight that trained fully; a tied head has none there."""
+    for name, value in deltas.whole.items():
+        source = tensor_sources(name, value.shape, work.rules, disk)[0]
+        if source.name not in disk:
+            continue
+        if source.index:
+            raise ConfigError(
+                f"{name} trained fully, and is a part of {source.name} in the base's files",
+                next="unfreeze export RUN --for peft, and serve the adapter",
+            )
+        yield _module(source), value.mT if source.transposed else value
+    adapter, tied = deltas.embeddings, work.model.shape.tied
+    if tied and (adapter is not None or "lm_head" in deltas.projections):
+        raise ConfigError(
+            "the head of this model is its embeddings, but the adapter changes the two apart",
+            next="serve the adapter beside its base: unfreeze export RUN --for peft",
+        )
+    if adapter is not None:
+        source = tensor_sources("model.embed_tokens.weight", (), work.rules, disk)[0]
+        stored, change = stored_tensor(disk[source.name]), adapter.A.detach().t() @ adapter.B.detach().t()
+        yield _module(source), stored.float() + adapter.scale * change
+    most = max((max(ids) + 1 for ids, _ in deltas.rows.values()), default=0)
+    for name, (ids, rows) in deltas.rows.items():
+        source = tensor_sources(name, (), work.rules, disk)[0]
+        if source.name not in disk:  # a tied head
+            continue
+        stored = stored_tensor(disk[source.name])
+        value = stored.new_zeros((max(most, len(stored)), stored.shape[1]))
+        value[: len(stored)] = stored
+        value[torch.tensor(ids)] = rows.to(value.dtype)
+        yield _module(source), value
+
+
+def grown_vocabulary(work: MergeWork, deltas: Changes) -> int:
+    """Rows of the merged embeddings if an adapter added tokens beyond the base's, else 0."""
+    most = max((max(ids) + 1 for ids, _ in deltas.rows.values()), default=0)
+    return most if most > work.model.shape.vocab_size else 0
 
 
 def _homes(work: MergeWork, disk: Mapping[str, TensorInfo]) -> Iterator[tuple[str, WeightHome]]:

@@ -26,14 +26,10 @@ PACKED = "base_packed.json"
 """Beside an adapter whose base was packed while it was loaded: format and modules of `unfreeze quantize`."""
 TRAINING = "lora.merge_aware"
 """Start of the fields of [lora] that are about a run's training, not about its adapter."""
+MAX_ID = 2**24
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 AGAIN = "download the adapter again, or export it again: unfreeze export RUN"
-REFUSED = {
-    "lora_bias": False,
-    "fan_in_fan_out": False,
-    "modules_to_save": None,
-    "trainable_token_indices": None,
-}
+REFUSED = {"lora_bias": False, "fan_in_fan_out": False}
 # these change how an adapter works, and are not built; None, false and empty mean off
 REFUSED_IF_SET = (
     "alora_invocation_tokens",
@@ -48,7 +44,7 @@ REFUSED_IF_SET = (
 # initialisations that also change the base's weights: the saved adapter belongs to that other base
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
-WITHOUT = {"gate": "a router", "lm_head": "the output head", "embed_tokens": "the embeddings"}
+WITHOUT = {"gate": "a router"}
 """Layers that peft can adapt but unfreeze cannot, by the last part of their names."""
 WORD = re.compile(r"[a-z0-9_-]{1,40}")
 SHARD = re.compile(r"adapter_model-[0-9]{5}-of-[0-9]{5}\.safetensors")
@@ -175,6 +171,8 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     dense: dict[str, int] = {}
     experts: dict[str, int] = {}
     whole: dict[str, str] = {}  # target -> name in the first layer that peft matches patterns with
+    trained: dict[str, None] = {}
+    of_embeddings = False
     ours = False
     parameters: list[str] = config.get("target_parameters") or []
     check_places(header := _header(folder), folder / WEIGHTS)
@@ -183,6 +181,10 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             ours = entry.get("layout") == "peft"
             continue
         layer, _, half = name.removeprefix(PREFIX).rpartition(".lora_")
+        of_embeddings |= half.startswith("embedding_")
+        beside = ".token_adapter." in name or name.endswith(".base_layer.weight")
+        if not layer and config.get("modules_to_save") and not beside:
+            trained[name.removeprefix(PREFIX).rpartition(".")[0]] = None
         shape: Any = entry.get("shape")
         if not half.startswith("A") or not isinstance(shape, list):
             continue
@@ -219,10 +221,11 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "rank": rank or in_experts,
         "alpha": float(f"{scale * (rank or in_experts):.15g}"),
-        "targets": tuple([*dense, *experts]),
+        "targets": tuple([*dense, *experts, *(["embed_tokens"] if of_embeddings else [])]),
         "experts_rank": in_experts if in_experts and in_experts != (rank or in_experts) else None,
         "scaling": "alpha/r",
         **({"dora": True} if config.get("use_dora") else {}),
+        **({"train_too": tuple(trained)} if trained else {}),
     }
 
 
@@ -298,7 +301,7 @@ def named_parameters(config: Mapping[str, Any], experts: str, first: str = "gate
 
 
 def check_places(names: Iterable[str], path: Path) -> None:
-    """Raise AdapterError if tensors belong to a router, the output head or the embeddings."""
+    """Raise AdapterError if tensors belong to a router."""
     modules = {name: _FACTOR.sub("", name) for name in names}
     leaves = {name: module.rpartition(".")[2] for name, module in modules.items() if module != name}
     unusable = {name: leaf for name, leaf in leaves.items() if leaf in WITHOUT}
@@ -355,9 +358,35 @@ def check_config(config: Mapping[str, Any], path: Path) -> None:
             raise AdapterError(
                 f"{path}: {name} is {config[name]!r:.60}; it must be true or false", next=AGAIN
             )
-    targets = cast(Any, config.get("target_parameters") or [])
-    if not isinstance(targets, list) or not all(isinstance(x, str) for x in cast(list[Any], targets)):
-        raise AdapterError(f"{path}: target_parameters is not a list of names", next=AGAIN)
+    _check_indices(config.get("trainable_token_indices"), path)
+    for field in ("target_parameters", "modules_to_save"):
+        names = cast(Any, config.get(field) or [])
+        if not isinstance(names, list) or not all(isinstance(x, str) for x in cast(list[Any], names)):
+            raise AdapterError(f"{path}: {field} is not a list of names", next=AGAIN)
+
+
+def _check_indices(indices: Any, path: Path) -> None:
+    """Check that trainable_token_indices is None, a list of ids, or {module: list of ids}."""
+    tables: list[Any] = [indices or []]
+    if isinstance(indices, dict):
+        tables = list(cast(dict[str, Any], indices).values())
+    for ids in tables:
+        numbers = cast(list[Any], ids) if isinstance(ids, list) else [None]
+        if not all(type(id) is int and 0 <= id < MAX_ID for id in numbers) or len({*numbers}) < len(numbers):
+            raise AdapterError(
+                f"{path}: trainable_token_indices is {indices!r:.60}; it must be lists of different ids",
+                next=AGAIN,
+            )
+
+
+def new_token_ids(folder: Path) -> list[int]:
+    """Ids of the rows that an adapter trained by themselves; [] if none."""
+    indices: Any = read_object(folder / CONFIG, AdapterError).get("trainable_token_indices") or []
+    _check_indices(indices, folder / CONFIG)
+    lists: list[list[int]] = [indices]
+    if isinstance(indices, dict):
+        lists = list(cast(dict[str, list[int]], indices).values())
+    return sorted({id for ids in lists for id in ids})
 
 
 def _is_rank(value: object) -> bool:

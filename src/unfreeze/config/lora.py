@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+import os
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from unfreeze.core.field import about
 
@@ -90,6 +91,35 @@ class LoraConfig(BaseModel):
     def reads_weights(self) -> bool:
         """True if the adapters' first values come from the weights."""
         return self.dora or self.start != "lora"
+
+    train_too: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "modules that train fully in float32 beside the adapters, such as norm, *.gate, lm_head"
+            " (names, or globs; commas separate them)"
+        ),
+        json_schema_extra=about("Adapters", alias="train_too", since="0.3"),
+    )
+
+    new_tokens: Annotated[str, AfterValidator(os.path.expanduser)] = Field(
+        default="",
+        description=(
+            "file of tokens to add, one per line (or a JSON list): rows of embeddings and head, from the mean"
+            " of each token's parts, train beside the adapters"
+        ),
+        json_schema_extra=about("Adapters", alias="new_tokens", since="0.3"),
+    )
+
+    @field_validator("train_too", mode="before")
+    @classmethod
+    def _separated(cls, value: Any) -> Any:
+        """Split at commas: "norm,*.gate" is two names."""
+        words: list[Any] = [value] if isinstance(value, str) else list(value) if value else []
+        if not all(isinstance(word, str) for word in words):
+            return value
+        return tuple(
+            part.strip() for word in cast(list[str], words) for part in word.split(",") if part.strip()
+        )
 
     def rank_of(self, group: str) -> int:
         """Return experts_rank for routed experts if it is set, else rank."""

@@ -115,10 +115,12 @@ chat_template chat_template_path template | the chat template is the model's own
 trust_remote_code | code from a checkpoint is never run; model families are built in | unfreeze inspect MODEL
 logging_steps logging_strategy logging_dir log_every log_interval disable_tqdm | every step is recorded in
     RUN/events.jsonl; --watch.track tensorboard shows them elsewhere | unfreeze report RUN
-new_tokens add_tokens added_tokens num_new_tokens additional_special_tokens resize_vocab resize_embeddings
-    resize_token_embeddings modules_to_save embedding_lr | adding tokens is not built; transformers does
-    it, and unfreeze trains them | tokenizer.add_tokens, model.resize_token_embeddings(len(tokenizer)), save
-    both; then unfreeze sft --train all
+add_tokens added_tokens num_new_tokens additional_special_tokens resize_vocab resize_embeddings
+    resize_token_embeddings trainable_token_indices | tokens are added from a file, one per line |
+    unfreeze sft --model MODEL --data FILE --new-tokens new.txt
+modules_to_save | modules train fully beside the adapters by their names |
+    unfreeze sft --model MODEL --data FILE --train-too norm,lm_head
+embedding_lr embedding_learning_rate | one learning rate trains everything | leave it out
 rope_theta rope_type yarn | the rotary table is that of the model's config.json; a scaling of it is a
     setting | --rope-scaling yarn --rope-factor 4
 train_on_inputs completion_only_loss assistant_only_loss train_on_responses_only mask_prompt train_on_prompt |

@@ -85,7 +85,9 @@ def load_opened(
             next="correct data.template_variables in the run's resolved_config.json",
         ) from None
     tokenizer = (
-        load_tokenizer(manifest.path, template_variables=variables) if has_tokenizer(manifest.path) else None
+        load_tokenizer(manifest.tokens, template_variables=variables, base=manifest.path)
+        if has_tokenizer(manifest.tokens)
+        else None
     )
     decoder = open_model(manifest, dtype, device, progress, warn=say, as_stored=True)
     if opened.adapter is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unfreeze import models
+from unfreeze.adapters.whole import wholes
 from unfreeze.checkpoint.beside import files_beside
 from unfreeze.checkpoint.keymap import tensor_sources
 from unfreeze.checkpoint.manifest import Manifest
@@ -34,7 +35,7 @@ def save_model(decoder: Decoder, manifest: Manifest | None, folder: Path) -> Pat
             next="load it with unfreeze.load, or use checkpoint.save_checkpoint",
         )
     names = [name for name, _ in decoder.named_parameters()]
-    if any(".adapter." in name for name in names):
+    if any(".adapter." in name for name in names) or wholes(decoder):
         raise CheckpointError(
             "the model has adapters, which are no part of a checkpoint",
             next="adapters.save_adapter writes them; unfreeze merge RUN adds them to the weights",

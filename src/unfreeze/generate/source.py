@@ -6,15 +6,15 @@ No torch, so that a refusal is immediate.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest, open_checkpoint, read_json
-from unfreeze.config.adapter import longer_of
+from unfreeze.config.adapter import longer_of, new_token_ids
 from unfreeze.config.recipes import resolved
 from unfreeze.core.built_in import TINY_K2
-from unfreeze.core.errors import CheckpointError, closest
+from unfreeze.core.errors import AdapterError, CheckpointError, closest
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.writer import writer
 from unfreeze.models.longer import lengthened
@@ -144,7 +144,25 @@ def open_source(
     refuse_unread_model(manifest)
     if opened.adapter is not None:
         manifest = lengthened(manifest, longer_of(opened.adapter))
+        manifest = with_tokens_of(manifest, opened.adapter)
     return opened, manifest
+
+
+def with_tokens_of(manifest: Manifest, adapter: Path) -> Manifest:
+    """The manifest with the tokenizer of an adapter that added tokens; unchanged for any other adapter.
+
+    Raises AdapterError if such an adapter has no tokenizer beside it.
+    """
+    ids = new_token_ids(adapter)
+    text = manifest.config.get("text_config") or manifest.config
+    if not ids or (max(ids) < int(text.get("vocab_size", 0)) and not (adapter / "tokenizer.json").is_file()):
+        return manifest
+    if not (adapter / "tokenizer.json").is_file():
+        raise AdapterError(
+            f"{adapter} trained rows of {len(ids)} tokens, up to id {max(ids)}, and has no tokenizer.json",
+            next="put the tokenizer's files with these tokens into the adapter's folder",
+        )
+    return replace(manifest, tokenizer=adapter)
 
 
 def refuse_unread_model(manifest: Manifest) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from unfreeze.adapters import detach, load_adapter, sites
+from unfreeze.adapters import attached, detach, load_adapter, put, sites
 from unfreeze.core.errors import UserError, nearest
 
 BASE = "base"
@@ -50,11 +50,10 @@ class Switch:
                 f"there is no {name!r} here{nearest(name, self._adapters)}", next=f"one of {known}"
             )
         detach(self._model)
-        for place, adapter in self._adapters[name].items():
-            self._model.get_submodule(place).adapter = adapter
+        put(self._model, self._adapters[name])
         self.now = name
 
     def _keep(self, name: str) -> None:
         free = (f"{name}-{n}" if n > 1 else name for n in range(1, len(self._adapters) + 2))
         self.now = next(other for other in free if other not in self._adapters)
-        self._adapters[self.now] = {site.name: site.adapter for site in sites(self._model)}
+        self._adapters[self.now] = attached(self._model)

@@ -34,6 +34,7 @@ from unfreeze.job.data import (
 from unfreeze.job.end.folder import write_resolved
 from unfreeze.job.end.resume import refuse_other_base
 from unfreeze.job.end.written import forget_written
+from unfreeze.job.opening.added import with_new_tokens
 from unfreeze.job.opening.device import say
 from unfreeze.job.opening.kernels import predicted_ops, settle_kernels
 from unfreeze.job.opening.loading import load_divided, load_weights
@@ -154,6 +155,7 @@ def opened(
     shape = models.shape(start.config)
     tokenizer = open_tokenizer(folder, config.data, start.path)
     check_vocabulary(tokenizer, shape, start)
+    tokenizer, start = with_new_tokens(parts.trained, tokenizer, start, folder, config.data)
     if parts.second is not None:
         parts.second.check(start, tokenizer)
     setup = Setup(config, parts, common, device, dtype, group, folder, start, base, shape, tokenizer)
@@ -196,7 +198,6 @@ def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
     plan, model = agreed_plan(planning, folder, group), planning.model.meta
     parts.plan_check(plan)
     parts.trained.check_plan(plan, setup.start)
-    parts.trained.check_layout(plan.layout)
     refuse_far(plan, rows.tasks)
     if config.muon.qk_clip:
         from unfreeze.models.queries import scalable

@@ -25,6 +25,8 @@ from unfreeze.job.merge_aware import MergeAware
 if TYPE_CHECKING:
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
+    from unfreeze.core.layout import Layout
+    from unfreeze.generate.new_tokens import NewTokens
     from unfreeze.models import Decoder
     from unfreeze.parallel.plan import Plan, PlannedModel
     from unfreeze.parallel.processes.collectives import Group
@@ -58,6 +60,7 @@ class Adapters:
         self._seed = seed
         # suffix of the plan's line: where the adapters' first values come from, and how they train
         self.begins = merge_aware.begins(lora)
+        self.added: NewTokens | None = None  # set when the tokenizer is opened (job/opening/added.py)
 
     def check(self, manifest: Manifest) -> None:
         """Accept any model: adapters work with packed weights too.
@@ -71,24 +74,58 @@ class Adapters:
         """Raise ConfigError for a plan that cannot be trained with."""
         if self.lora.merge_aware:
             merge_aware.check_plan(plan, manifest)
+        self._check_start(plan.layout)
+        self._check_beside(plan.layout)
 
     def hooks(self, manifest: Manifest) -> list[MergeAware]:
         """Hooks before all others, after each step and, by `first`, before the session's first."""
         return [MergeAware(self.lora, manifest)] if self.lora.merge_aware else []
 
     def planned(self, model: PlannedModel) -> PlannedModel:
-        """The model that the plan counts: as it is, and what merge-aware training takes."""
-        return merge_aware.planned(self.lora, model) if self.lora.merge_aware else model
+        """The model that the plan counts: with the rows of new tokens and what merge-aware training takes."""
+        model = merge_aware.planned(self.lora, model) if self.lora.merge_aware else model
+        if self.added is None:
+            return model
+        from dataclasses import replace
+
+        from unfreeze.models.vocabulary import refuse_vocabulary
+
+        refuse_vocabulary(model.meta)
+        matrices = 1 if model.shape.tied else 2
+        whole, rows = model.sizes.whole, matrices * len(self.added.ids) * model.shape.hidden_size
+        grown = max(0, self.added.size - model.shape.vocab_size)
+        more = grown * matrices * model.shape.hidden_size * model.sizes.compute_bytes
+        whole = replace(whole, elements=whole.elements + rows)
+        return replace(model, sizes=replace(model.sizes, whole=whole, base=model.sizes.base + more))
+
+    def _check_beside(self, layout: Layout) -> None:
+        """Raise ConfigError for a layout in which modules cannot train fully beside the adapters."""
+        spread = {
+            "split": layout.sharing > 1,
+            "weights": layout.sharded,
+            "rest": layout.rest != "device",
+            "adapters": layout.adapters != "device",
+        }
+        field = next((name for name, on in spread.items() if on), "")
+        if field and (self.lora.train_too or self.lora.new_tokens):
+            name = "train_too" if self.lora.train_too else "new_tokens"
+            raise ConfigError(
+                f"lora.{name} needs modules whole on the device, but the plan has place.{field} elsewhere",
+                next=f"--place.{field} device, or leave it out",
+            )
 
     def attach(self, model: Decoder, *, quiet: bool = False, restored: bool = False) -> None:
         """Put the adapters on the model. restored: a save is copied into them afterwards."""
         from unfreeze.adapters import attach
+        from unfreeze.adapters.tokens import train_new_tokens
         from unfreeze.tracking.live import LoadProgress
 
+        if self.added is not None:
+            train_new_tokens(model, self.added.ids, self.added.parts, self.added.size)
         with LoadProgress("singular values", quiet=quiet) as progress:
             attach(model, self.lora, self._seed, progress=progress, restored=restored)
 
-    def check_layout(self, layout: Layout) -> None:
+    def _check_start(self, layout: Layout) -> None:
         """Raise ConfigError for a layout in which the weights that the adapters start from cannot be read."""
         if not self.lora.reads_weights:
             return
@@ -137,9 +174,11 @@ class Adapters:
         from unfreeze.adapters.shards import remove_shards, save_index, save_shard
 
         model, base, prefix = state.model, portable(model_name), manifest.prefix
+        values = state.optimizer.masters
 
         def whole() -> None:
-            verify_adapter(model, save_adapter(model, folder, base_name=base, prefix=prefix))
+            save_adapter(model, folder, base_name=base, prefix=prefix, values=values)
+            verify_adapter(model, folder, values=values)
             remove_shards(folder)
             write_beside(folder, manifest, base, state.run.path, TOKENIZER_FILES)
 
@@ -256,9 +295,6 @@ class AllWeights:
             from unfreeze.models.indexers import train_indexers
 
             train_indexers(model)
-
-    def check_layout(self, layout: Layout) -> None:
-        """Accept any layout."""
 
     def agree(self, model: Decoder, group: Group) -> None:
         """All processes read the same files."""

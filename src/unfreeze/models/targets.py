@@ -37,6 +37,14 @@ class TargetCandidate:
         )
 
 
+EMBEDDINGS = ("embed_tokens", "model.embed_tokens")
+
+
+def names_embeddings(targets: Sequence[str]) -> bool:
+    """True if lora.targets names the token embeddings."""
+    return any(target in EMBEDDINGS for target in targets)
+
+
 def candidates(model: nn.Module) -> list[TargetCandidate]:
     """Every module that can carry an adapter, in the model's order."""
     carriers = [
@@ -99,7 +107,13 @@ def resolve(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[TargetC
     """
     known = candidates(model)
     chosen: dict[str, tuple[TargetCandidate, frozenset[str]]] = {}
-    for target in targets:
+    of_layers = [target for target in targets if target not in EMBEDDINGS]
+    if not of_layers:
+        raise AdapterError(
+            "lora.targets names the embeddings alone; linear layers need adapters too",
+            next=f"--lora.targets all-linear {' '.join(targets)}",
+        )
+    for target in of_layers:
         matches = [(c, frozenset(p for p in c.projections if _matches(target, c, p))) for c in known]
         matches = [(c, projections) for c, projections in matches if projections]
         if not matches:
@@ -175,6 +189,8 @@ def parameters_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, 
     For parallel.plan, on a meta model.
     """
     dense = experts = 0
+    if names_embeddings(targets):
+        dense += sum(model.get_submodule(EMBEDDINGS[1]).weight.shape)  # pyright: ignore
     for candidate, projections in resolve(model, targets).values():
         owner = candidate.owner
         if isinstance(owner, Linear):

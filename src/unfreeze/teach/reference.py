@@ -85,12 +85,12 @@ class AsBegun(Second):
         A resumed run calls this before its save is loaded, so that it is the same model each time.
         Raises ConfigError if every weight trains and they are sharded over processes.
         """
-        from unfreeze.adapters import sites
+        from unfreeze.adapters import attached
 
         if self.kind == "base":
             return self.minimise(partial(asked, model, {}, measure=self.measure))
         if self.kind == "adapters":
-            copies: dict[str, Any] = {site.name: copy.deepcopy(site.adapter) for site in sites(model)}
+            copies: dict[str, Any] = copy.deepcopy(attached(model))
             for adapter in copies.values():
                 adapter.requires_grad_(False)
             return self.minimise(partial(asked, model, copies, measure=self.measure))

@@ -225,11 +225,11 @@ class BaseAsked(Asked):
 
 def adapters_of(model: Decoder, folder: Path) -> dict[str, nn.Module]:
     """Load a folder's adapter by module name, frozen and unattached; the model keeps its own."""
-    from unfreeze.adapters import load_adapter, sites, without_adapters
+    from unfreeze.adapters import attached, load_adapter, without_adapters
 
     with without_adapters(model):
         load_adapter(model, folder)
-        adapters: dict[str, nn.Module] = {site.name: site.adapter for site in sites(model)}
+        adapters = attached(model)
     for adapter in adapters.values():
         adapter.requires_grad_(False)
     return adapters

@@ -27,6 +27,13 @@ MERGE = "without --adapter-only, which merges it, or unfreeze merge"
 
 def planned_lora(weights: Weights, deltas: Deltas, family: Family) -> tuple[list[Planned], dict[str, Value]]:
     """The adapter's tensors and settings. Raises ConfigError for a module that GGUF-LoRA cannot hold."""
+    if deltas.rows or deltas.embeddings is not None:
+        raise ConfigError("GGUF-LoRA holds no rows of new tokens and no adapter of embeddings", next=MERGE)
+    if deltas.whole:
+        raise ConfigError(
+            f"GGUF-LoRA holds no {next(iter(deltas.whole))}, which trained fully beside the adapters",
+            next=MERGE,
+        )
     scales = {
         site: [scale * A.shape[-2] for A, _, scale in deltas.factors(site).values()]
         for site in deltas.projections

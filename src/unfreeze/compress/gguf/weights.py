@@ -57,6 +57,8 @@ class Weights:
 
     def read(self, parameter: str) -> Tensor:
         """A parameter that is not a stack of experts' matrices, float32."""
+        if (value := self._changes.whole.get(parameter)) is not None:
+            return value.float()
         weight = self._homes.get((parameter.removesuffix(".weight"), "", None, None))
         if weight is not None:
             return merged(self._work, weight, self._changes, 0)

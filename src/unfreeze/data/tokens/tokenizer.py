@@ -206,10 +206,12 @@ def load_tokenizer(
     *,
     now: datetime | None = None,
     template_variables: Mapping[str, object] | None = None,
+    base: Path | None = None,
 ) -> Tokenizer:
     """Load the tokenizer of a checkpoint folder.
 
     `now` and `template_variables` are the chat template's (see ChatTemplate).
+    `base`: folder of config.json, if not the same: that of the base of an adapter with tokens of its own.
     Raises CheckpointError if there is none, or if its files contradict each other.
     """
     folder = Path(model_dir)
@@ -223,7 +225,7 @@ def load_tokenizer(
         **_read_json(folder / "special_tokens_map.json"),
         **_read_json(folder / "tokenizer_config.json"),
     }
-    config = _read_json(folder / "config.json")
+    config = _read_json(folder / "config.json") or _read_json((base or folder) / "config.json")
     generation = _read_json(folder / "generation_config.json")
     inner = config.get("text_config")
     text_config = inner if is_object(inner) else config

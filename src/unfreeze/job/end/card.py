@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from unfreeze.checkpoint.manifest import inside
-from unfreeze.config.adapter import PACKED, ROPE
+from unfreeze.config.adapter import PACKED, ROPE, new_token_ids
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.longer import Longer
@@ -41,6 +41,14 @@ PEFT = """Training further in peft makes another model: gate and up of a routed 
 peft also trains the zeros beside their blocks. `unfreeze sft --adapter FOLDER` continues this
 adapter exactly.
 """
+TOKENS_ADDED = """It has new tokens; the tokenizer here has them too. Before PeftModel.from_pretrained:
+
+```python
+tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_ID_OF_THIS_ADAPTER")
+if len(tokenizer) > model.config.vocab_size:
+    model.resize_token_embeddings(len(tokenizer))
+```
+"""
 ADAPTER = "FOLDER_OR_ID_OF_THIS_ADAPTER"
 
 
@@ -65,8 +73,9 @@ def write_beside(
     from unfreeze.checkpoint.save import write_file
 
     for name in files:
-        if (manifest.path / name).is_file():
-            write_file(folder / name, inside(manifest.path / name).read_bytes())
+        source = manifest.tokens if (manifest.tokens / name).is_file() else manifest.path
+        if (source / name).is_file() and (source / name).resolve() != (folder / name).resolve():
+            write_file(folder / name, inside(source / name).read_bytes())
     has_experts = any(".experts." in name for name in manifest.tensors)
     text = card(
         base,
@@ -77,6 +86,8 @@ def write_beside(
         base_id=base_id,
         model_type=str(manifest.config.get("model_type")),
     )
+    if new_token_ids(folder):
+        text += TOKENS_ADDED
     if folder.name == BEST:
         text += (
             "This adapter is the step with the lowest held-out loss. The figures above are for the"

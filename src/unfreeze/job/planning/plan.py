@@ -334,8 +334,9 @@ def start_lines(
         ranks = f"{kind}rank {trained.lora.rank}" + (
             f", experts {trained.lora.experts_rank}" if trained.lora.experts_rank else ""
         )
+        beside = f" and all of {', '.join(trained.lora.train_too)}" if trained.lora.train_too else ""
         what = (
-            f"{ranks} on {', '.join(trained.lora.targets)},"
+            f"{ranks} on {', '.join(trained.lora.targets)}{beside},"
             f" {format_count(all_parameters(plan))} parameters{trained.begins}"
         )
     taken = planned_words(plan.total + plan.hardware.process, plan.hardware.kind)
@@ -396,6 +397,8 @@ def export_hint(lora: LoraConfig | None, start: Manifest, model: Decoder) -> tup
     model_type = str(start.config.get("model_type"))
     if model_type in ONLY_HERE:
         return "", f"no other program loads models of type {model_type}, or their adapters"
+    if lora.train_too:
+        return "peft", "vllm and sglang load LoRA alone; for them: unfreeze merge RUN --to bf16"
     if issue := (READERS["vllm"].refuses or {}).get(model_type):
         return "peft", f"vllm cannot load adapters of {model_type}: {issue}"
     linear = [candidate.name for candidate in candidates(model) if isinstance(candidate.owner, Linear)]

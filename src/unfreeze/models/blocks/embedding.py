@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unfreeze.models.blocks.norm import RMSNorm
+
+
+class EmbeddingAdapter(Protocol):
+    """Changes the rows that were looked up."""
+
+    def embed(self, tokens_T: Tensor, x_TD: Tensor) -> Tensor: ...
 
 
 class Embedding(nn.Module):
@@ -29,10 +37,12 @@ class Embedding(nn.Module):
         self.widened = None if held in (None, dtype) else dtype
         empty = torch.empty(vocab_size, hidden_size, dtype=held or dtype, device=device)
         self.weight = nn.Parameter(empty, requires_grad=held in (None, dtype))
+        self.adapter: EmbeddingAdapter | None = None
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         rows_TD = F.embedding(tokens_T, self.weight)
-        return rows_TD if self.widened is None else rows_TD.to(self.widened)
+        rows_TD = rows_TD if self.widened is None else rows_TD.to(self.widened)
+        return rows_TD if self.adapter is None else self.adapter.embed(tokens_T, rows_TD)
 
 
 class ScaledEmbedding(Embedding):

@@ -268,12 +268,16 @@ class Linear(PackedHolder):
         return y_TO if each is None else each.add(x_TI, y_TO)
 
     def _with_one(self, x_TI: Tensor, reuse: Reuse | Skip | None) -> Tensor:
+        if self.adapter is None:
+            return self.plain(x_TI, reuse)
+        if isinstance(self.adapter, WholeAdapter):
+            return self.adapter.output(self, x_TI, reuse)
+        return self.with_factors(x_TI, self.adapter.factors(), self.bias, reuse)
+
+    def plain(self, x_TI: Tensor, reuse: Reuse | Skip | None = None) -> Tensor:
+        """x Wᵀ + b, without the adapter."""
         weight, packed = (self.weight, None) if self.codec is None else (None, self.packed)
         skinny = weight is not None and reuse is None and is_skinny(x_TI, weight)
-        if self.adapter is not None:
-            if isinstance(self.adapter, WholeAdapter):
-                return self.adapter.output(self, x_TI, reuse)
-            return self.with_factors(x_TI, self.adapter.factors(), self.bias, reuse)
         if reuse is not None:
             return _ReusedLinear.apply(x_TI, weight, self.bias, packed, reuse)
         if weight is None or (weight.dtype != x_TI.dtype and not skinny):

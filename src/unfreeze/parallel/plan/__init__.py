@@ -242,7 +242,11 @@ def work_of(model: PlannedModel, *, tokens: int, aside: Aside | None = None, **f
     shape, lora, device = model.shape, model.lora, model.device
     known = device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
     loss_rows, loss_bytes = block_cost(
-        shape.vocab_size, model.dtype, known, trained=lora is None, softcapped=shape.softcap is not None
+        shape.vocab_size,
+        model.dtype,
+        known,
+        trained=lora is None or model.sizes.whole.head,
+        softcapped=shape.softcap is not None,
     )
     work = Work(
         tokens=tokens,

@@ -14,6 +14,7 @@ from unfreeze.models.blocks.bytes import AttentionShape, Block
 from unfreeze.models.indexers import mixtures_of_blocks, sparse_layers
 from unfreeze.models.matrices import flop, hidden_matrices, workspace
 from unfreeze.models.targets import dora_widths, largest_per_rank, per_rank
+from unfreeze.models.whole import NONE_WHOLE, WholeSizes, whole_sizes
 from unfreeze.parallel.placement.peers import rest_bytes
 from unfreeze.parallel.placement.residency import bytes_of_expert, come_whole, streamed_bytes
 
@@ -63,6 +64,7 @@ class Sizes:
     rounding        bytes of merge-aware training (job/merge_aware.py), on one process
     come_whole      True if a layer's experts cannot be loaded in groups
     num_experts, experts_per_token, expert_width   of a layer of the whole model
+    whole           of the modules that train fully beside adapters
     """
 
     base: int
@@ -110,20 +112,25 @@ class Sizes:
     orthogonal: int = 0
     orthogonal_flop: int = 0
     rounding: int = 0
+    whole: WholeSizes = NONE_WHOLE
 
     def adapter_parameters(self, rank: int | None, experts_rank: int | None) -> int:
-        """Count adapter parameters: dense at `rank`, experts at `experts_rank` (or `rank`); 0 without."""
+        """Count adapter parameters: dense at `rank`, experts at `experts_rank` (or `rank`); 0 without.
+
+        Modules that train fully beside them count too: all are float32, with gradients and moments.
+        """
         if rank is None:
             return 0
         factors = self.dense_per_rank * rank + self.experts_per_rank * (experts_rank or rank)
-        return factors + self.lengths
+        return factors + self.lengths + self.whole.elements
 
     def first_values(self, rank: int | None, experts_rank: int | None) -> dict[str, int]:
         """Bytes that a start from the weights holds beside the trained factors; {} without one.
 
         The first factors, and the joined ones of twice the rank that backward keeps.
         """
-        trained = self.adapter_parameters(rank, experts_rank) - self.lengths
+        others = self.lengths + self.whole.elements
+        trained = self.adapter_parameters(rank, experts_rank) - others
         return {"adapter's first values": 4 * 3 * trained} if self.begins and trained > 0 else {}
 
     def chosen_keys(self, tokens: int, length: int, *, recomputed: bool) -> int:
@@ -160,6 +167,7 @@ def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") 
     base = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])  # a tied head is listed once
     packed = model.packed_weights()
     cast = max(layer.adapter_per_rank + layer.scratch_per_rank * dtype.itemsize for layer in layers)
+    whole = whole_sizes(model, lora.train_too) if lora else NONE_WHOLE
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     dense_per_rank, experts_per_rank = per_rank(lora, model) if lora else (0, 0)
     matrices = [] if lora else [weight.shape for weight in hidden_matrices(model).values()]
@@ -170,7 +178,7 @@ def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") 
     # DoRA keeps x (W + ΔW)ᵀ beside its output
     more = [dtype.itemsize * sum(_of_layer(widths, index)) for index in range(len(layers))]
     return Sizes(
-        base=base,
+        base=base + whole.copies,
         expanded=base + sum(weight.numel * dtype.itemsize - weight.nbytes for weight in packed),
         elements=sum(p.numel() for p in model.parameters()),
         last_elements=_elements(model.layers[0]) + (0 if tied else _elements(model.model.embed_tokens)),
@@ -212,6 +220,7 @@ def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") 
         matrices=sum(map(prod, matrices)),
         orthogonal=max((workspace(each, 2 if device == "cuda" else 4) for each in matrices), default=0),
         orthogonal_flop=sum(map(flop, matrices)),
+        whole=whole,
     )
 
 

@@ -403,7 +403,7 @@ def _micro_batch(sizes: Sizes, layout: Layout, work: Work) -> list[dict[str, int
             {"gradients": late, **one, name: work.tokens * sizes.layer},
             end,
         ]
-    at_once = work.at_once(layout, sizes.compute_bytes)
+    at_once = work.tokens if sizes.whole.half else work.at_once(layout, sizes.compute_bytes)
     chunked = at_once < work.tokens
     alive = min(3, sizes.num_layers + 1) if layout.boundary_leaves else sizes.num_layers + 1
     boundary = {"boundary activations": stream * alive}
@@ -496,6 +496,7 @@ def _loss(sizes: Sizes, work: Work, stream: int) -> int:
     rows = min(work.loss_rows, work.tokens)
     row = sizes.vocab_size * work.loss_bytes + sizes.hidden_size * sizes.compute_bytes
     block = rows * row + 3 * stream
-    if work.rank is None and sizes.compute_bytes < 4 and work.tokens > work.loss_rows:
+    trained = work.rank is None or sizes.whole.head
+    if trained and sizes.compute_bytes < 4 and work.tokens > work.loss_rows:
         block += sizes.vocab_size * sizes.hidden_size * 4
     return block

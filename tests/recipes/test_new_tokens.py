@@ -1,0 +1,242 @@
+"""`--new-tokens`: runs that add tokens, and what transformers and peft read of their folders."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from peft import PeftModel
+from safetensors.torch import load_file
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+import unfreeze
+from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.data import load_tokenizer
+from unfreeze.generate.new_tokens import read_new_tokens
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+NEW = ["<call>", "</call>", "naïve sum"]
+WORDS = "--tokens-per-step 96 --learning-rate 1e-2 --watch.samples 0 --dtype float32 --lora.rank 2".split()
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+TEXT = "Please <call>add 2 3</call> as a naïve sum."
+
+
+def chat(n):
+    return {"prompt": f"What is {n} and 3?", "completion": f"It is <call>add {n} 3</call>, a naïve sum."}
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def base(request, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator([json.dumps(chat(n)) for n in range(9)], trainer)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML
+    )
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    # tied: a vocabulary that is padded by one row, so that one new token is free and two are not
+    tied = request.param == "tied"
+    size = bpe.get_vocab_size() + tied
+    config = transformers.Qwen3Config(**SIZES, vocab_size=size, tie_word_embeddings=tied, eos_token_id=2)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "new.txt").write_text("\n".join(NEW) + "\n")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(chat(n)) + "\n" for n in range(6)))
+    pairs = [
+        {**chat(n), "chosen": chat(n)["completion"], "rejected": f"It is {n}, no <call>."} for n in range(4)
+    ]
+    for pair in pairs:
+        del pair["completion"]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    return folder
+
+
+def run_of(base, files, out, *more, command="sft", data="rows.jsonl", code=0):
+    given = ["--model", base, "--data", files / data, "--out", out, *more]
+    assert cli.main([command, "--quiet", *map(str, given), *WORDS]) == code
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(base, files, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "new"
+    more = ["--new-tokens", files / "new.txt", "--steps", 4, "--save.every", 2]
+    return run_of(base, files, out, *more)
+
+
+def in_peft(base, run):
+    """transformers and peft as the card says."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        if len(tokenizer) > model.config.vocab_size:
+            model.resize_token_embeddings(len(tokenizer))
+        return tokenizer, PeftModel.from_pretrained(model, run / "adapter").eval()
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
+def test_a_new_token_is_one_id_here_and_in_transformers(base, run):
+    ours, theirs = (
+        load_tokenizer(run / "tokenizer"),
+        transformers.AutoTokenizer.from_pretrained(run / "adapter"),
+    )
+    before = load_tokenizer(base)
+    ids = [before.vocab_size + n for n in range(3)]
+    assert [ours.encode(text, specials=False) for text in NEW] == [[id] for id in ids]
+    assert [theirs.convert_tokens_to_ids(text) for text in NEW] == ids
+    assert ours.encode(TEXT, specials=False) == theirs.encode(TEXT, add_special_tokens=False)
+    assert len(ours.encode(TEXT, specials=False)) < len(before.encode(TEXT, specials=False))  # control
+    assert ours.decode(ours.encode(TEXT, specials=False)) == TEXT
+    # the rows of the run were encoded with them
+    event = next(e for e in map(json.loads, (run / "events.jsonl").open()) if e["kind"] == "data")
+    rendered = CHATML and [
+        f"<|im_start|>user\n{chat(n)['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+        f"{chat(n)['completion']}<|im_end|>\n"
+        for n in range(6)
+    ]
+    wanted = sum(len(theirs.encode(text, add_special_tokens=False)) for text in rendered)
+    assert abs(event["tokens"] - wanted) <= 6  # the newline after the last turn is not an example's
+
+
+def test_peft_has_the_logits_of_the_run_and_of_the_merged_folder(base, run, tmp_path):
+    tokenizer, theirs = in_peft(base, run)
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    wanted = logits_of(theirs, ids)
+    model = unfreeze.load(run, dtype="float32")
+    ours = model.logits([ids])[0]
+    assert ours.shape[1] == wanted.shape[1] and (ours - wanted).abs().max() < 1e-4
+    assert model.tokenizer.token_id("<call>") is not None
+    assert isinstance(model.chat("What is 1 and 3?", max_new_tokens=3), str)
+    plain = unfreeze.load(base, dtype="float32").logits([ids[:1]])[0]
+    assert (ours[:1, : plain.shape[1]] - plain).abs().max() > 1e-3  # control
+
+    out = tmp_path / "merged"
+    assert cli.main(["merge", str(run), "--no-check", "--out", str(out), "--quiet"]) == 0
+    merged = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    assert (logits_of(merged, ids) - wanted).abs().max() < 1e-4
+    assert merged.config.vocab_size == ours.shape[1] == len(tokenizer)
+    again = transformers.AutoTokenizer.from_pretrained(out)
+    assert again.encode(TEXT, add_special_tokens=False) == ids
+    assert (unfreeze.load(out, dtype="float32").logits([ids])[0] - wanted).abs().max() < 1e-4
+    # exported for peft: the same rows and tokenizer
+    assert cli.main(["export", str(run), "--out", str(tmp_path / "e"), "--quiet"]) == 0
+    one, other = (load_file(f / "adapter_model.safetensors") for f in (run / "adapter", tmp_path / "e"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert (tmp_path / "e/tokenizer.json").read_bytes() == (run / "adapter/tokenizer.json").read_bytes()
+    assert "resize_token_embeddings" in (run / "adapter/README.md").read_text()
+
+
+def test_a_resumed_run_is_the_same_and_another_file_is_refused(base, run, files, tmp_path, capsys):
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    for name in ("state/step-000004", "adapter"):
+        shutil.rmtree(again / name)
+    more = ["--new-tokens", files / "new.txt", "--steps", 4, "--save.every", 2]
+    run_of(base, files, again, *more)
+    one, other = (load_file(f / "adapter/adapter_model.safetensors") for f in (run, again))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    rows = [name for name in one if "trainable_tokens" in name]
+    first = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    parts = load_tokenizer(base).encode(NEW[0], specials=False)
+    assert rows and all(not torch.allclose(one[name][0], first[parts].mean(0), atol=1e-4) for name in rows)
+    changed = tmp_path / "new.txt"
+    changed.write_text("<call>\n</call>\nanother\n")
+    shutil.rmtree(again / "state/step-000004")
+    shutil.rmtree(again / "adapter")
+    own = (files / "new.txt").read_text()
+    (files / "new.txt").write_text(changed.read_text())
+    try:
+        run_of(base, files, again, *more, code=2)
+    finally:
+        (files / "new.txt").write_text(own)
+    assert "has other tokens than when the run began" in capsys.readouterr().err
+
+
+def test_it_goes_on_and_in_pairs(base, run, files, tmp_path):
+    more = run_of(base, files, tmp_path / "more", "--adapter", run, "--steps", 1)
+    one, other = (load_file(f / "adapter/adapter_model.safetensors") for f in (run, more))
+    assert one.keys() == other.keys()
+    assert any(not torch.equal(one[name], other[name]) for name in one if "trainable_tokens" in name)
+    ours = load_tokenizer(more / "adapter")
+    assert len(ours.encode("<call>", specials=False)) == 1
+    pairs = run_of(
+        base,
+        files,
+        tmp_path / "pairs",
+        *("--new-tokens", files / "new.txt", "--steps", 1),
+        command="prefer",
+        data="pairs.jsonl",
+    )
+    events = [json.loads(line) for line in (pairs / "events.jsonl").open()]
+    step = next(event for event in events if event["kind"] == "step")
+    step = next(event for event in events if event["kind"] == "train")
+    assert step["loss"] == pytest.approx(0.6931, abs=1e-3)  # the policy is the reference at first
+    assert any("trainable_tokens" in name for name in load_file(pairs / "adapter/adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "has 0 tokens"),
+        ("\n\n", "has 0 tokens"),
+        ("<a>\n<a>\n", "has '<a>' twice"),
+        ("<a>\n   \n", "a token of spaces only"),
+        ("<|im_end|>\n", "has 1 of the 1 tokens already; first: '<|im_end|>'"),
+        ("What\n", "tokens already"),
+        ('["<a>", 3]', "holds 3, which is no token"),
+    ],
+)
+def test_bad_files_are_refused_in_one_line_before_work(base, files, tmp_path, capsys, text, why):
+    (tmp_path / "new.txt").write_text(text)
+    run_of(base, files, tmp_path / "no", "--new-tokens", tmp_path / "new.txt", "--steps", 1, code=2)
+    said = capsys.readouterr().err
+    assert why in said and len(said.strip().splitlines()) == 2
+    assert not (tmp_path / "no/adapter").exists()
+
+
+def test_a_tokenizer_of_tiktoken_is_refused_by_name(files, tmp_path, capsys):
+    more = ["--new-tokens", files / "new.txt", "--steps", 1]
+    run_of(TINY_K2, files, tmp_path / "no", *more, code=2)
+    assert "has a tokenizer in tiktoken's format" in capsys.readouterr().err
+
+
+def test_forms_of_the_file(tmp_path):
+    path = tmp_path / "new.json"
+    path.write_text('["<a>", {"content": "<b>", "special": true}]')
+    assert [(token.text, token.special) for token in read_new_tokens(path)] == [("<a>", False), ("<b>", True)]
+    path.write_text("[INST]\r\n\r\n[/INST] x\r\n")
+    assert [token.text for token in read_new_tokens(path)] == ["[INST]", "[/INST] x"]
