@@ -79,19 +79,19 @@ class LoraConfig(BaseModel):
     )
     dora: bool = Field(
         default=False,
+        description=(
             "DoRA: also train the length of each row of W + ΔW (linear layers; peft has none for experts)"
+        ),
         json_schema_extra=about("Adapters", since="0.2"),
+    )
     start: Start = Field(
         default="lora",
+        description=(
             "lora: A random, B zero. pissa: A and B from the largest singular values of W, by a full SVD or"
             " (niter) a fast one; saved as LoRA of twice the rank"
+        ),
         json_schema_extra=about("Adapters", since="0.2"),
-
-    @property
-    def reads_weights(self) -> bool:
-        """True if the adapters' first values come from the weights."""
-        return self.dora or self.start != "lora"
-
+    )
     train_too: tuple[str, ...] = Field(
         default=(),
         description=(
@@ -100,7 +100,6 @@ class LoraConfig(BaseModel):
         ),
         json_schema_extra=about("Adapters", alias="train_too", since="0.3"),
     )
-
     new_tokens: Annotated[str, AfterValidator(os.path.expanduser)] = Field(
         default="",
         description=(
@@ -120,6 +119,19 @@ class LoraConfig(BaseModel):
         return tuple(
             part.strip() for word in cast(list[str], words) for part in word.split(",") if part.strip()
         )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> LoraConfig:
+        """Merge-aware training computes with W + ΔW of ordinary factors."""
+        if self.merge_aware and self.reads_weights:
+            other = "dora" if self.dora else f"start = {self.start}"
+            raise ValueError(f"lora.merge_aware = {self.merge_aware} and lora.{other}: choose one of the two")
+        return self
+
+    @property
+    def reads_weights(self) -> bool:
+        """True if the adapters' first values come from the weights."""
+        return self.dora or self.start != "lora"
 
     def rank_of(self, group: str) -> int:
         """Return experts_rank for routed experts if it is set, else rank."""
