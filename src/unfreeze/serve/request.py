@@ -319,7 +319,8 @@ def _spoken(message: Any, where: str) -> dict[str, Any]:
             known = nearest(name, MESSAGE_FIELDS)
             raise DataError(f"{where}.{name[:40]}: this field is not known here{known}")
     content: Any = fields.get("content")
-    for i, part in enumerate(content if isinstance(content, list) else ()):
+    parts: list[Any] = content if isinstance(content, list) else []
+    for i, part in enumerate(parts):
         wrong = next((name for name in part if name not in PART_FIELDS), "") if _is_text(part) else ""
         if wrong:
             known = nearest(wrong, PART_FIELDS)
