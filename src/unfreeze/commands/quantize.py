@@ -196,7 +196,7 @@ def sentences(result: dict[str, Any], work: MergeWork) -> Iterator[str]:
 
 def name(group: str) -> str:
     """A group of weights in words."""
-    return group.replace("_", " ")
+    return "head" if group == "lm_head" else group.replace("_", " ")
 
 
 def reader(to: str, work: MergeWork) -> str:
@@ -217,13 +217,10 @@ def reader(to: str, work: MergeWork) -> str:
     if to == "nvfp4":
         return (
             "transformers 5.23 has no loader for NVFP4 experts: it leaves out a number of each and computes"
-            " nonsense. unfreeze loads it; vLLM reads this layout."
+            " nonsense. unfreeze loads it."
         )
     if experts:
-        return (
-            "transformers 5.23 has no loader for NF4 experts. unfreeze loads it; bitsandbytes expands each"
-            " matrix."
-        )
+        return "transformers 5.23 has no loader for NF4 experts. unfreeze loads it."
     return "transformers 5.23 loads it with bitsandbytes."
 
 

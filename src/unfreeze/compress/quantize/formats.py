@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.core.errors import ConfigError
 from unfreeze.quant.bitsandbytes import Bits4
 from unfreeze.quant.codec import ByRows, Codec, Part, Texted, finite
@@ -80,6 +79,8 @@ def nearest(weight: Tensor, codec: Codec, name: str) -> dict[str, Tensor]:
 def _nearest(weight: Tensor, codec: Codec, parts: Mapping[str, Part]) -> dict[str, Tensor]:
     """`nearest` in one piece. parts: for the scales' dtypes."""
     import torch
+
+    from unfreeze.checkpoint.tensors import TORCH_DTYPE
 
     if isinstance(codec, Bits4):  # the offset of double quantization is new
         return codec.quantize(weight)
