@@ -89,7 +89,7 @@ def examples_of(
 
 
 def digest(rows: Rows | None) -> str:
-    """Of the rows that the rounding is corrected on; "none" without any."""
+    """Hash of the rows that the rounding is corrected on; "none" without any."""
     from unfreeze.compress.calibrate.calibration import digest_of
 
     return digest_of(rows.corrected_on) if rows is not None and rows.corrected_on else "none"
@@ -196,7 +196,7 @@ def results(
 
 
 def sentences(result: dict[str, Any]) -> Iterator[str]:
-    """How the matrices were rounded; perplexity and KL before and after."""
+    """Matrices by their rounding; perplexity and KL before and after."""
     if (own := result["calibrated"]) is not None:
         groups = (f"{group.replace('_', ' ')} {words(tally)}" for group, tally in own["groups"].items())
         yield f"Corrected on {own['tokens']:,} tokens: {'; '.join(groups)}"

@@ -60,7 +60,7 @@ class Divergence:
 
 @dataclass
 class _Sums:
-    """Of each row: losses of both, KL, positions with the same best token, positions."""
+    """Sums of each row: losses of both, KL, positions with the same best token, positions."""
 
     loss: list[float] = field(default_factory=list)
     original: list[float] = field(default_factory=list)

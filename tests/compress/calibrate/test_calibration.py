@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from tests.compress.calibrate.conftest import calibration, rows, run_calibrated
+from tests.compress.quantize.test_loads import ours, theirs
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.compress.calibrate import calibration as module
 from unfreeze.compress.calibrate.calibration import enough, parts_in, rounded_states
@@ -46,7 +47,7 @@ def test_layer_by_layer_is_the_whole_model(base, bases):
     assert memory_of(manifest, 100) > largest + sum(t.nbytes for t in whole.model.embed_tokens.parameters())
 
 
-def theirs(base: Path, batches, names) -> dict[str, torch.Tensor]:
+def their_inputs(base: Path, batches, names) -> dict[str, torch.Tensor]:
     """H float64 of transformers' modules, from a forward hook on each."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
@@ -74,7 +75,7 @@ def test_inputs_are_those_of_transformers_own_layers(bases):
                 layer(state.x_TD, state.run)
                 inputs.next_batch()
         layer(states[0].x_TD, states[0].run)  # after the context nothing is counted
-    for name, expected in theirs(bases["llama"], batches, names).items():
+    for name, expected in their_inputs(bases["llama"], batches, names).items():
         own = inputs.linear(name)
         assert own.rows == 20 * 40
         assert (own.matrix - expected).norm() < 1e-5 * expected.norm(), name
@@ -203,8 +204,12 @@ def test_the_head_is_corrected_on_what_it_reads(bases, tmp_path):
     batches, manifest = rows(0, 20), open_checkpoint(bases["llama"])
     own = calibration(bases["llama"], tmp_path / "own", batches, modules=("lm_head",))
     own.run()
-    assert [file.index for file in own.files] == [2] and own.tallies["lm_head"].corrected == 1
-    model, hessian = open_model(manifest), Hessian(64)
+    assert [file.index for file in own.files] == [0, 1, 2] and own.tallies["lm_head"].corrected == 1
+    model, hessian = open_model(manifest, as_stored=True), Hessian(64)
+    with torch.no_grad():
+        for matrix in own.matrices:
+            if matrix.name != "lm_head":  # it reads what the rounded layers hand on
+                module.place_of(model, matrix).copy_(KIMI.dequantize(own.round(None, KIMI, matrix.name)))
     hessian.add(hidden(model, batches))
     W = model.lm_head.weight.detach().float()
     expected, _ = rounded_in_order(W, inverse_factor(hessian.matrix), columns_of(KIMI, W))
@@ -217,6 +222,12 @@ def test_a_matrix_outside_of_the_calibration_is_rounded_to_the_nearest(calibrate
     W = torch.randn(8, 64)
     made, plain = own.round(W, KIMI, "lm_head"), nearest(W, KIMI, "lm_head")
     assert all(torch.equal(made[suffix], plain[suffix]) for suffix in plain)
+
+
+@pytest.mark.parametrize("base", ["llama", "moe"])
+def test_transformers_computes_the_same_from_a_calibrated_folder(base, calibrated):
+    _, _, out = calibrated(base)
+    torch.testing.assert_close(theirs(out), ours(out), rtol=0, atol=1e-4)
 
 
 def test_too_few_rows_are_refused(bases, tmp_path):

@@ -109,7 +109,7 @@ class Tally:
 
     @property
     def matrices(self) -> int:
-        """How many there are."""
+        """Their number."""
         return self.corrected + self.better + self.few + self.other
 
 
@@ -354,7 +354,7 @@ def place_of(model: Decoder, matrix: Matrix) -> Tensor:
 
 @torch.no_grad()
 def rounded_states(manifest: Manifest, matrices: Sequence[Matrix], batches: Sequence[Batch]) -> Rounded:
-    """What the head would read if every matrix were rounded to the nearest, without writing a file."""
+    """The states that the head would read if every matrix were rounded to the nearest; no file is written."""
     layers, by_layer = Layers(manifest), dict[int | None, list[Matrix]]()
     for matrix in matrices:
         by_layer.setdefault(Layers.layer_of(matrix.place.site), []).append(matrix)

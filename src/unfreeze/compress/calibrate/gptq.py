@@ -30,7 +30,7 @@ from unfreeze.quant.codec import Codec
 from unfreeze.quant.columns import Columns, Run, columns_of
 
 DAMPING = 0.01
-"""Of the mean of H's diagonal, as in the paper's code."""
+"""Share of the mean of H's diagonal, as in the paper's code."""
 BLOCK = 128  # columns whose changes reach later blocks in one product
 
 

@@ -1,4 +1,4 @@
-"""What the matrices of a layer are multiplied with, collected while rows go through it.
+"""The inputs of a layer's matrices, collected while rows go through it.
 
 Of a linear layer only H = 2/n Σ x xᵀ is kept; layers that read the same tensor (q, k and v; gate and up)
 share it. Of experts their inputs and the choice of each token are kept: an expert's H is computed when its

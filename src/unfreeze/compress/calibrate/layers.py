@@ -141,7 +141,7 @@ def hidden_states(
     change: Callable[[Layer, int], None] | None = None,
     progress: Told | None = None,
 ) -> list[Tensor]:
-    """What the head reads, [T, D] for each batch.
+    """The states that the head reads, [T, D] for each batch.
 
     change: (a loaded layer, its number) may write other weights into it.
     """
