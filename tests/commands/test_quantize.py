@@ -98,7 +98,7 @@ def refused(capsys, *words) -> str:
 def test_bad_input_is_one_line_and_writes_nothing(folders, tmp_path, capsys):
     out = tmp_path / "out"
     llama, moe = folders["llama"], folders["moe"]
-    assert "is a dense llama, without experts" in refused(
+    assert "--modules experts: a llama is dense, without experts" in refused(
         capsys, "quantize", llama, "--to", "int4", "--out", out, "--modules", "experts"
     )
     assert "the model's own folder" in refused(capsys, "quantize", moe, "--to", "int4", "--out", moe)

@@ -109,7 +109,7 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
     if source.adapter is None:
         as_it_is = Hint("it is a whole model", f"use {source.base} directly")
         quantize = f"unfreeze quantize {run} --to int4 --out DIR"
-        hint = Hint("a whole model is quantized", quantize) if config.to == "int4" else as_it_is
+        hint = Hint("quantize takes a whole model", quantize) if config.to == "int4" else as_it_is
         raise ConfigError(f"{run} has no adapter to merge; {hint.text}", next=hint.next)
     out = Path(config.out) if config.out else run / f"merged-{config.to}"
     if out.resolve() in (run.resolve(), source.adapter.resolve(), manifest.path.resolve()):

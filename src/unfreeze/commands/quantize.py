@@ -170,26 +170,31 @@ def sentences(result: dict[str, Any], work: MergeWork) -> Iterator[str]:
 
 def name(group: str) -> str:
     """A group of weights in words."""
-    return group.replace("_", " ")
+    return "head" if group == "lm_head" else group.replace("_", " ")
 
 
 def reader(to: str, work: MergeWork) -> str:
     """One sentence: the programs that load this format with these modules."""
+    from unfreeze.compress.quantize.declared import NOT_IN_TRANSFORMERS
+    from unfreeze.models import ONLY_HERE
+
+    kind = work.model.shape.model_type
+    if kind in ONLY_HERE:
+        return f"No other program has models of type {kind}."
+    if kind in NOT_IN_TRANSFORMERS:
+        return f"transformers 5.23 does not load quantized weights of a {kind}. unfreeze does."
     experts = any(weight.group == "experts" for weight in work.weights if weight.to is not None)
-    if work.model.shape.model_type == "gpt_oss" and to == "mxfp4":
+    if kind == "gpt_oss" and to == "mxfp4":
         return "transformers 5.23 and servers load it as they load gpt-oss's own release."
     if to in ("int4", "int8", "fp8", "mxfp4") or (to == "nvfp4" and not experts):
         return "transformers 5.23 loads it with compressed-tensors."
     if to == "nvfp4":
         return (
             "transformers 5.23 has no loader for NVFP4 experts: it leaves out a number of each and computes"
-            " nonsense. unfreeze loads it; vLLM reads this layout."
+            " nonsense. unfreeze loads it."
         )
     if experts:
-        return (
-            "transformers 5.23 has no loader for NF4 experts. unfreeze loads it; bitsandbytes expands each"
-            " matrix."
-        )
+        return "transformers 5.23 has no loader for NF4 experts. unfreeze loads it."
     return "transformers 5.23 loads it with bitsandbytes."
 
 

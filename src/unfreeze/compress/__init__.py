@@ -1,1 +1,1 @@
-"""L7, compress: converts a checkpoint, shard by shard. Today: merges an adapter into its base."""
+"""L7, compress: converts a checkpoint, shard by shard. Merges an adapter into its base, quantizes."""

@@ -14,6 +14,7 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
 from tests.compress.quantize.libraries import dense, modules_of, scheme, tensors_of
 from unfreeze.checkpoint import open_checkpoint
+from unfreeze.core.errors import ConfigError
 from unfreeze.data import Example, pack
 from unfreeze.generate.open import open_model
 from unfreeze.quant import not_followed
@@ -141,6 +142,8 @@ def test_tied_embeddings_stay_tied(merging, tmp_path):
     tensors, config = merging.random_model("Llama", settings)
     half = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     base = merging.sharded(tmp_path / "base", half, config | {"dtype": "bfloat16"})
+    with pytest.raises(ConfigError, match="the head of this llama is tied to the embeddings"):
+        run_quantize(base, tmp_path / "out", "int4", ("lm_head",))
     run_quantize(base, tmp_path / "out", "int4")
     after = tensors_of(tmp_path / "out")
     assert "lm_head.weight" not in after
@@ -152,7 +155,8 @@ def test_tied_embeddings_stay_tied(merging, tmp_path):
 def test_a_head_that_is_named_is_quantized(bases, tmp_path):
     from tests.compress.quantize.conftest import run_quantize
 
-    run_quantize(bases["llama"], tmp_path / "out", "int8", ("all-linear", "lm_head"))
+    record = run_quantize(bases["llama"], tmp_path / "out", "int8", ("lm_head",))  # beside what is usual
+    assert record.inputs["modules"] == "all-linear lm_head"
     assert "lm_head" in modules_of(tensors_of(tmp_path / "out"), "int8")
     assert (ours(tmp_path / "out") - theirs(tmp_path / "out")).abs().max() < 1e-5
 

@@ -164,7 +164,7 @@ def test_widths_modules_and_bases_that_cannot_be_quantized_are_refused(bases, me
         run_quantize(base, tmp_path / "out", "int4")
     assert "--to int8 or --to fp8" in raised.value.next
     run_quantize(base, tmp_path / "int8", "int8")
-    with pytest.raises(ConfigError, match="is a dense llama, without experts"):
+    with pytest.raises(ConfigError, match="--modules experts: a llama is dense"):
         run_quantize(bases["llama"], tmp_path / "out", "int4", ("experts",))
     for name in ("int4", "fp8"):
         with pytest.raises(ConfigError, match=r"is quantized already \((int4-pack-quantized|fp8-block)\)"):
@@ -242,6 +242,7 @@ print(usual, grown(base, out / "planted"))
 """
 
 
+@pytest.mark.nightly  # its small twin is test_merge.py's: the same files and the same reading
 def test_memory_stays_below_two_shards(merging, tmp_path):
     """4 shards of some 10 MB: it grows by less than two of them, by more than four where it holds what it read."""
     wide = {"vocab_size": 96, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}

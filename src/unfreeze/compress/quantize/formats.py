@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.core.errors import ConfigError
 from unfreeze.quant.bitsandbytes import Bits4
 from unfreeze.quant.codec import ByRows, Codec, Part, Texted, finite
@@ -81,6 +80,8 @@ def _nearest(weight: Tensor, codec: Codec, parts: Mapping[str, Part]) -> dict[st
     """`nearest` in one piece. parts: for the scales' dtypes."""
     import torch
 
+    from unfreeze.checkpoint.tensors import TORCH_DTYPE
+
     if isinstance(codec, Bits4):  # the offset of double quantization is new
         return codec.quantize(weight)
     if isinstance(codec, Mxfp4) and not codec.names.blocked:  # compressed-tensors gives -0.0 the code of 0.0
@@ -132,7 +133,7 @@ def fused(codec: Codec, model_type: str) -> Codec:
     name = next((name for name, known in FORMATS.items() if known == codec), codec.name)
     raise ConfigError(
         f"{name.upper()} needs a matrix per expert; {model_type} has them stacked",
-        next="--to mxfp4, in which gpt-oss is published; or --to bf16 of a merge",
+        next="--to mxfp4, as gpt-oss is published" if model_type == "gpt_oss" else "another model",
     )
 
 

@@ -18,7 +18,7 @@ from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 from unfreeze.checkpoint.resolve import resolve
 from unfreeze.compress.deltas import NoChanges
 from unfreeze.compress.merge import OutFile
-from unfreeze.compress.quantize.formats import FORMATS, LEFT, Packing, Round, nearest
+from unfreeze.compress.quantize.formats import FORMATS, LEFT, MODULES, Packing, Round, nearest
 from unfreeze.compress.released import config_of
 from unfreeze.compress.work import MergeWork, Weight
 from unfreeze.core.dtypes import ITEMSIZE
@@ -43,40 +43,41 @@ class Kept:
     why: str
 
 
-def default_modules(shape: Shape) -> tuple[str, ...]:
-    """The routed experts if there are any, as Kimi-K2 and gpt-oss publish them; else every linear layer."""
-    return ("experts",) if shape.num_experts else ("all-linear",)
+def modules_of(shape: Shape, named: Collection[str] = ()) -> tuple[str, ...]:
+    """The modules to quantize, of MODULES and in its order.
+
+    Unless experts or all-linear are named: the routed experts if there are any, as Kimi-K2 and gpt-oss
+    publish them; else every linear layer. Raises ConfigError for what the model does not have.
+    """
+    modules = set(named)
+    if not modules & {"experts", "all-linear"}:
+        modules.add("experts" if shape.num_experts else "all-linear")
+    if "experts" in modules and not shape.num_experts:
+        raise ConfigError(
+            f"--modules experts: a {shape.model_type} is dense, without experts", next="--modules all-linear"
+        )
+    if "lm_head" in modules and shape.tied:
+        raise ConfigError(
+            f"--modules lm_head: the head of this {shape.model_type} is tied to the embeddings, which stay",
+            next="leave lm_head out of --modules",
+        )
+    return tuple(name for name in MODULES if name in modules)
 
 
 def quantize_work(
     manifest: Manifest, to: str, modules: Collection[str] = (), round: Round = nearest
 ) -> MergeWork:
-    """The plan of `unfreeze quantize`. modules: of MODULES; empty: `default_modules`.
+    """The plan of `unfreeze quantize`. modules: as in `modules_of`.
 
     Raises ConfigError for a base that is quantized, modules that the model lacks, and a width that the format
     cannot hold; CheckpointError for a format that the family's readers cannot load.
     """
     check_dense(manifest)
     shape = models.shape(manifest.config)
-    modules = tuple(modules) or default_modules(shape)
-    if "experts" in modules and not shape.num_experts:
-        raise ConfigError(
-            f"{manifest.path} is a dense {shape.model_type}, without experts", next="--modules all-linear"
-        )
-    if "lm_head" in modules and shape.tied:
-        raise ConfigError(
-            f"{manifest.path} has its lm_head tied to the embeddings, which stay as they are",
-            next="leave lm_head out of --modules",
-        )
+    modules = modules_of(shape, modules)
     model = models.meta_model(shape, manifest, torch.float32)
     work = MergeWork(manifest, model, NoChanges(), Packing(FORMATS[to], modules, round))
     chosen = [weight for weight in work.weights if work.chosen(weight)]
-    if not chosen:
-        groups = sorted({weight.group for weight in work.weights if weight.home})
-        raise ConfigError(
-            f"--modules {' '.join(modules)} names nothing in this {shape.model_type} ({', '.join(groups)})",
-            next="--modules all-linear",
-        )
     for weight in chosen:
         if weight.to is None:
             _refuse_width(work, weight)
