@@ -87,7 +87,9 @@ def stored(manifest: Manifest) -> dict[str, tuple[object, ...]]:
 
 
 CASES = [
-    *((base, to, ("all-linear",)) for base in ("llama", "moe", "stacked") for to in FORMATS),
+    *((base, to, ("all-linear",)) for base in ("llama", "moe") for to in FORMATS),
+    ("stacked", "int4", ("all-linear",)),
+    ("stacked", "nf4", ("all-linear",)),
     ("moe", "int4", ()),
     ("moe", "int4", ("experts", "lm_head")),
     ("llama", "nf4", ()),
