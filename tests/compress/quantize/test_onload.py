@@ -241,7 +241,7 @@ def test_what_cannot_be_packed_is_refused_in_one_line(folders, written) -> None:
     assert refused.value.next == "--quantize-modules all-linear"
     with pytest.raises(UserError, match="INT4 needs a matrix per expert; gpt_oss") as refused:
         packed_on_load(open_checkpoint(folders["gpt_oss"]), "int4")
-    assert refused.value.next == "--quantize mxfp4, in which gpt-oss is published"
+    assert refused.value.next == "--quantize mxfp4, as gpt-oss is published"
 
 
 def test_a_weight_that_is_not_finite_is_named(folders, tmp_path) -> None:
