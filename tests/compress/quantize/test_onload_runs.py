@@ -214,7 +214,7 @@ class Stopped(Exception):
 REFUSED = {
     "llama --quantize int4 --train all": "every weight trains, and packed weights are frozen",
     "llama --quantize-modules all-linear": "quantize_modules has no effect without quantize",
-    "llama --quantize int4 --quantize-modules experts": "is a dense llama, without experts",
+    "llama --quantize int4 --quantize-modules experts": "a llama is dense, without experts",
     "moe --quantize int4 --place.experts disk": "quantize packs the experts while they are loaded",
     "moe-int4 --quantize int4": "is quantized already (int4-pack-quantized)",
 }
