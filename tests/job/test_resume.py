@@ -34,7 +34,8 @@ def may_change(*names: str) -> list[str]:
 
 def test_fixed_and_derived_fields_exist():
     rewarded = grpo.Config(model="m", data="d", reward="my.py").record()
-    assert set(FIXED) <= set(RECORD) | set(rewarded)
+    packed = Config(model="m", data="d", quantize="int4", quantize_modules=("experts",)).record()
+    assert set(FIXED) <= set(RECORD) | set(rewarded) | set(packed)
     assert set(DERIVED) <= set(fields(Config))
 
 

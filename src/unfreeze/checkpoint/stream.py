@@ -135,8 +135,10 @@ class Files(Closing):
     def raw(self, info: TensorInfo) -> Tensor:
         """A tensor's bytes, uint8 [n], in memory of its own. Raises CheckpointError if it cannot be read."""
         whole = torch.empty(info.nbytes, dtype=torch.uint8)
-        run = ByteRun(info.file, info.offset, [], info.nbytes)
-        _read_fully(self.descriptor(info.file), run, [whole.numpy().data], info.name)
+        count = info.nbytes // ITEMSIZE[info.dtype]
+        piece = _Piece(Placement(info, "", (), 0, count, 0), 0, count)
+        run = ByteRun(info.file, info.offset, [piece], info.nbytes)
+        _read_fully(self.descriptor(info.file), run, [whole.numpy().data])
         return whole
 
     def check(self, file: Path) -> None:
@@ -243,7 +245,7 @@ class Loader:
             used += piece.nbytes
             targets.append(buffer.numpy().data)
             buffered.append((piece, buffer))
-        _read_fully(descriptor, run, targets, run.pieces[-1].placement.info.name)
+        _read_fully(descriptor, run, targets)
         for piece, buffer in buffered:
             self._finish(piece, buffer)
         return run.nbytes
@@ -354,8 +356,8 @@ def _bytes_of(flat: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _read_fully(descriptor: int, run: ByteRun, targets: list[memoryview], name: str) -> None:
-    """Fill `targets` one after another, starting at run.offset. name: of a tensor there, for messages.
+def _read_fully(descriptor: int, run: ByteRun, targets: list[memoryview]) -> None:
+    """Fill `targets` one after another, starting at run.offset.
 
     A read may return less than requested; zero bytes mean the end of the file.
     """
@@ -367,7 +369,8 @@ def _read_fully(descriptor: int, run: ByteRun, targets: list[memoryview], name: 
             raise _unreadable(run.file, error) from error
         if count == 0:
             raise CheckpointError(
-                f"{run.file} ends at byte {offset:,} inside {name}; it was longer when it was opened",
+                f"{run.file} ends at byte {offset:,} inside {run.pieces[-1].placement.info.name}; it was"
+                " longer when it was opened",
                 next=(
                     "wait until the download or conversion that writes this file has ended, then repeat the"
                     " command"

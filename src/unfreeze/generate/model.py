@@ -5,6 +5,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from unfreeze.adapters.read import load_adapter
 from unfreeze.checkpoint.manifest import Manifest
+from unfreeze.config.adapter import packed_as
 from unfreeze.config.template import template_values
 from unfreeze.core.errors import ConfigError, UserError, nearest
 from unfreeze.data.tokens.masks import encode_chat, encode_prompt
@@ -26,6 +28,8 @@ from unfreeze.generate.sampling import Sampling
 from unfreeze.generate.source import ModelSource, open_source
 from unfreeze.kernels.precision import precision
 from unfreeze.models import Decoder
+
+log = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 
@@ -92,6 +96,11 @@ def load_opened(
     decoder = open_model(manifest, dtype, device, progress, warn=say, as_stored=True)
     if opened.adapter is not None:
         load_adapter(decoder, opened.adapter)
+        if (packed := packed_as(opened.adapter)) is not None and not manifest.is_packed():
+            (say or log.warning)(
+                f"warning: {opened.adapter} was trained against its base in {packed.format.upper()}, which"
+                " here is not packed"
+            )
     decoder.eval().requires_grad_(False)
     return Model(decoder, tokenizer, stop_ids=end_ids(manifest, tokenizer), manifest=manifest)
 

@@ -27,7 +27,9 @@ from unfreeze.config.grpo import Config as GrpoConfig
 from unfreeze.config.lora import LoraConfig
 from unfreeze.config.prefer import Config as PreferConfig
 from unfreeze.config.sft import Config
+from unfreeze.core.command import Common
 from unfreeze.core.errors import DoesNotFit
+from unfreeze.job.opening.device import load_shown
 from unfreeze.job.planning.plan import Planning, if_packed
 from unfreeze.job.trained import Adapters
 from unfreeze.parallel import machine
@@ -154,6 +156,15 @@ def test_an_export_and_a_continued_run_know_the_packing(trained, folders, chat_r
     run = trained("moe", *on_load("moe"))
     assert cli.main(["export", str(run), "--out", str(tmp_path / "out"), "--quiet"]) == 0
     assert json.loads((tmp_path / "out" / "base_packed.json").read_text())["format"] == "int4"
+    # chat and generate answer as it was trained; unfreeze.load says that its base is another
+    lines: list[str] = []
+    shown, plain = (
+        load_shown(str(run), "float32", "cpu", Common(quiet=True)),
+        unfreeze.load(run, say=lines.append),
+    )
+    assert shown.manifest.is_packed() and not plain.manifest.is_packed()
+    assert any("was trained against its base in INT4, which here is not packed" in line for line in lines)
+
     fields = {"model": str(folders["moe"]), "data.files": [str(chat_rows)]}
     config = Config.model_validate(fields | {"adapter": str(tmp_path / "out")})
     assert (config.quantize, config.quantize_modules) == ("int4", ("all-linear",))
@@ -203,7 +214,7 @@ class Stopped(Exception):
 REFUSED = {
     "llama --quantize int4 --train all": "every weight trains, and packed weights are frozen",
     "llama --quantize-modules all-linear": "quantize_modules has no effect without quantize",
-    "llama --quantize int4 --quantize-modules experts": "is a dense llama, without experts",
+    "llama --quantize int4 --quantize-modules experts": "a llama is dense, without experts",
     "moe --quantize int4 --place.experts disk": "quantize packs the experts while they are loaded",
     "moe-int4 --quantize int4": "is quantized already (int4-pack-quantized)",
 }
@@ -222,7 +233,6 @@ def test_what_is_refused_before_work(folders, chat_rows, tmp_path, capsys, words
 def test_every_recipe_with_adapters_has_the_field(folders, chat_rows, tmp_path) -> None:
     fields = {"model": str(folders["moe"]), "data.files": [str(chat_rows)], "quantize": "int4"}
     (tmp_path / "reward.py").write_text("def reward(completion): return 0.0\n")
-    from unfreeze.core.command import Common
     from unfreeze.recipes import grpo, prefer, sft
 
     for recipe, config in (

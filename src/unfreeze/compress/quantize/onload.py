@@ -115,7 +115,6 @@ def room_line(manifest: Manifest) -> str:
 
 def _as_of_run(words: str) -> str:
     """A message of `unfreeze quantize` with the flags of a run."""
-    words = words.partition("; or --to bf16 of a merge")[0]
     for flag, own in FLAGS:
         words = words.replace(flag, own)
     return words
