@@ -135,11 +135,12 @@ def rounds(codec: object, w: Tensor, out: Tensor) -> bool:
     )
 
 
-def requantize_int4(codec: Int4, w: Tensor, out: Tensor, keep: Tensor | None = None) -> None:
-    """out = the numbers of Q(w), in bf16 or float32; w [N, M] float32.
+def requantize_int4(codec: object, w: Tensor, out: Tensor, keep: Tensor | None = None) -> None:
+    """out = the numbers of Q(w), in bf16 or float32; w [N, M] float32, of which `rounds` is true.
 
     keep: scales [N, G] that are used where they hold w. A group with a number that is not finite becomes NaN.
     """
+    assert isinstance(codec, Int4)
     rows, columns = w.shape
     scales = np.empty((0, 0), np.uint16) if keep is None else array(keep.contiguous())
     flat = out.as_strided(((rows - 1) * out.stride(0) + columns,), (1,))

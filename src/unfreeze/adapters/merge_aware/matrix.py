@@ -16,7 +16,6 @@ from unfreeze.kernels.expand import expand
 from unfreeze.kernels.requantize_int4 import requantize_int4, rounds
 from unfreeze.quant.codec import Codec, Packed
 from unfreeze.quant.halves import HALVES, Halves, stacked
-from unfreeze.quant.int4 import Int4
 from unfreeze.quant.requantize import Scales, below, requantized, row_blocks
 
 
@@ -107,7 +106,6 @@ def _in_place(base: Packed, change: Tensor, scales: Scales, out: Tensor) -> None
     """Q in W's own format."""
     codec = base.codec
     if rounds(codec, change, out):
-        assert isinstance(codec, Int4)
         w = change.add_(expand(base, None, out))
         requantize_int4(codec, w, out, base.parts["weight_scale"] if scales == "keep" else None)
         return
@@ -120,7 +118,6 @@ def _into(base: Tensor | Packed, change: Tensor, to: Codec, out: Tensor) -> None
     """Q in another format, whose scales are all new."""
     w = change.add_((base.dequantize() if isinstance(base, Packed) else base).float())
     if rounds(to, w, out):
-        assert isinstance(to, Int4)
         requantize_int4(to, w, out)
         return
     for first, last, _ in row_blocks(to, w.shape, {}):
