@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.expand import expand
-from unfreeze.kernels.requantize_int4 import requantize_int4, rounds
+from unfreeze.kernels.int4_requantize import requantize_int4, rounds
 from unfreeze.quant.codec import Codec, Packed
 from unfreeze.quant.halves import HALVES, Halves, stacked
 from unfreeze.quant.requantize import Scales, below, requantized, row_blocks
@@ -107,7 +107,7 @@ def _in_place(base: Packed, change: Tensor, scales: Scales, out: Tensor) -> None
     codec = base.codec
     if rounds(codec, change, out):
         w = change.add_(expand(base, None, out))
-        requantize_int4(codec, w, out, base.parts["weight_scale"] if scales == "keep" else None)
+        requantize_int4(codec, w, out, base if scales == "keep" else None)
         return
     for first, last, parts in row_blocks(codec, change.shape, base.parts):
         w = change[first:last].add_(codec.dequantize(parts).float())
