@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.loops.numba_options import Kernel, array, inlined
+from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import GRID_MAX, MAX_SCALE, OFFSET, Int4
 
 SEVEN, EIGHT = np.float32(GRID_MAX), np.float32(OFFSET)
@@ -135,13 +136,14 @@ def rounds(codec: object, w: Tensor, out: Tensor) -> bool:
     )
 
 
-def requantize_int4(codec: Int4, w: Tensor, out: Tensor, keep: Tensor | None = None) -> None:
-    """out = the numbers of Q(w), in bf16 or float32; w [N, M] float32.
+def requantize_int4(codec: object, w: Tensor, out: Tensor, keep: Packed | None = None) -> None:
+    """out = the numbers of Q(w), in bf16 or float32; w [N, M] float32, of which `rounds` is true.
 
-    keep: scales [N, G] that are used where they hold w. A group with a number that is not finite becomes NaN.
+    keep: a base whose scales are used where they hold w. A group with a number that is not finite is NaN.
     """
+    assert isinstance(codec, Int4)
     rows, columns = w.shape
-    scales = np.empty((0, 0), np.uint16) if keep is None else array(keep.contiguous())
+    scales = np.empty((0, 0), np.uint16) if keep is None else array(keep.parts["weight_scale"].contiguous())
     flat = out.as_strided(((rows - 1) * out.stride(0) + columns,), (1,))
     narrow = out.dtype == torch.bfloat16
     out32 = np.empty(0, np.uint32) if narrow else array(flat).view(np.uint32)

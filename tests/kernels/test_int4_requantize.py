@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unfreeze.kernels import requantize_int4 as loop
+from unfreeze.kernels import int4_requantize as loop
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import MAX_SCALE, Int4
 from unfreeze.quant.requantize import requantized
@@ -47,7 +47,7 @@ def test_its_numbers_are_the_codecs_to_the_bit(group, kind, scales, dtype):
     out = torch.full((48, W.shape[1] + 16), torch.nan, dtype=dtype)
     place = out[:, : W.shape[1]]  # rows of a larger workspace
     assert loop.rounds(codec, change, place)
-    loop.requantize_int4(codec, merged, place, base.parts["weight_scale"] if scales == "keep" else None)
+    loop.requantize_int4(codec, merged, place, base if scales == "keep" else None)
     assert torch.equal(place, theirs) and out[:, W.shape[1] :].isnan().all()
 
 
