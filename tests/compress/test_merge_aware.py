@@ -170,11 +170,11 @@ def test_so_do_formats_whose_gate_and_up_are_rounded_apart(name, scales, bases, 
 PLANTED = {
     "not rounded": lambda base, change, scales, out: out.copy_(base.dequantize() + change),
     "the base's scales": lambda base, change, scales, out: IN_PLACE(base, change, "keep", out),
-    "the base": lambda base, change, scales, out: out.copy_(base.dequantize()),
 }
 IN_PLACE = matrix._in_place
 
 
+@pytest.mark.nightly  # 16 s, most of it compiling; tests/recipes/test_merge_aware.py samples too
 def test_a_generation_is_that_of_the_merged_folder(bases, merging, tmp_path):
     """With adapters on the experts: all else is as in the base, also in bf16 files."""
     folder = merging.adapter_for(bases["int4"], tmp_path / "adapter", targets=("experts",), size=0.1)

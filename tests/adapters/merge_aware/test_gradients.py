@@ -196,6 +196,13 @@ def test_gradients_of_two_micro_batches_add_up_to_those_of_one(kind):
         assert far(two, one.double()) < TOLERANCE
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_factors_that_are_not_finite_give_an_output_that_is_not(packed):
+    layer = linear(packed)
+    layer.adapter.B.data[3, 1] = torch.inf
+    assert layer(drawn(T, 64)).isnan().any()
+
+
 def test_nothing_expanded_is_saved_for_backward():
     layer, (x, ids, weights, _) = experts(True), inputs()
     kept: list[torch.Tensor] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -39,12 +40,19 @@ class Rounding:
 def rounded(base: Tensor | Packed, change: Tensor, rounding: Rounding, out: Tensor) -> Tensor:
     """out = Q(W + ΔW) in out's dtype; returns `out`. change: ΔW in float32; it is overwritten.
 
-    As in a merge a matrix that does not change keeps its bytes, if it keeps its format.
+    As in a merge a matrix that does not change keeps its bytes, if it keeps its format. If ΔW is not finite
+    Ŵ is NaN: the loss then shows it.
     """
     for half, delta, place in _halves(base, change, out, rounding.halves):
-        if rounding.to is None:
+        low, high = map(float, torch.aminmax(delta))  # torch.any takes five times as long on a CPU
+        if not (isfinite(low) and isfinite(high)):
+            place.fill_(torch.nan)
+        elif rounding.to is None:
             assert isinstance(half, Packed)
-            _in_place(half, delta, rounding.scales, place)
+            if low == high == 0:
+                place.copy_(half.dequantize())
+            else:
+                _in_place(half, delta, rounding.scales, place)
         else:
             _into(half, delta, rounding.to, place)
     return out
@@ -71,7 +79,7 @@ def rounded_codes(base: Tensor | Packed, change: Tensor, rounding: Rounding) -> 
 
 def _parts_in_place(base: Packed, change: Tensor, scales: Scales) -> dict[str, Tensor]:
     """The parts of Q in W's own format."""
-    if not _any(change):
+    if not change.any():
         return dict(base.parts)
     blocks = [block for _, _, block in _blocks(base, change, scales)]
     return {suffix: below([block[suffix] for block in blocks]) for suffix in blocks[0]}
@@ -96,9 +104,6 @@ def _halves(
 
 def _in_place(base: Packed, change: Tensor, scales: Scales, out: Tensor) -> None:
     """Q in W's own format."""
-    if not _any(change):
-        out.copy_(base.dequantize())
-        return
     codec = base.codec
     if scales != "keep-change" and rounds(codec, change, out):
         assert isinstance(codec, Int4)
@@ -132,11 +137,6 @@ def _into(base: Tensor | Packed, change: Tensor, to: Codec, out: Tensor) -> None
         return
     for first, last, _ in row_blocks(to, w.shape, {}):
         out[first:last].copy_(to.dequantize(to.quantize(w[first:last])))
-
-
-def _any(change: Tensor) -> bool:
-    """True if a number is not 0; torch.any takes five times as long on a CPU."""
-    return any(float(end) != 0 for end in torch.aminmax(change))
 
 
 def product(A: Tensor, B: Tensor, scale: float) -> Tensor:
