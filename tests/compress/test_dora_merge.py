@@ -9,9 +9,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach, save_adapter, sites
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.compress.deltas import Deltas, MatrixPlace
+from unfreeze.compress.rounding import merged
+from unfreeze.compress.work import MergeWork
 from unfreeze.core.errors import AdapterError
 from unfreeze.generate.open import open_model
 
@@ -46,6 +49,12 @@ def test_a_merge_equals_pefts(merging, tmp_path):
     # control arm: m left out is another matrix
     name = changed[0]
     assert (ours[name] - tensors[name]).norm() > 1e-3
+
+    # one matrix at a time, as a GGUF is written
+    model = models.meta_model(models.shape(config), open_checkpoint(base), torch.float32)
+    work = MergeWork(open_checkpoint(base), model, deltas := Deltas(model, folder), "same")
+    weight = next(weight for weight in work.weights if weight.adapted)
+    assert torch.allclose(merged(work, weight, deltas, 0), ours[f"{weight.name}.weight"], atol=1e-6)
 
     # what the figures of rounding are relative to: ‖W' − W‖
     row = next(row for row in record.rows if row.module == name.removesuffix(".weight"))

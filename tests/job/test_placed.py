@@ -55,15 +55,15 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Said:
 
 
 def placed(layout: Layout, group: Alone) -> setup.Placed:
-    trained = SimpleNamespace(attach=lambda model: None)
+    trained = SimpleNamespace(attach=lambda model, **options: None, agree=lambda model, group: None)
     given: Any = SimpleNamespace(
         config=SimpleNamespace(muon=SimpleNamespace(qk_clip=0.0)),
         parts=SimpleNamespace(trained=trained, objective=None, second=None, beside=lambda model, own: own),
         group=group,
         shape=SimpleNamespace(num_experts=COUNTS.num_experts),
         device=DEVICE,
-        folder=None,
-        common=None,
+        folder=SimpleNamespace(step=0),
+        common=SimpleNamespace(quiet=True),
         start=None,
         tokenizer=None,
         planning=SimpleNamespace(model=SimpleNamespace(counts=COUNTS)),

@@ -22,7 +22,7 @@ import torch
 from benchmarks.harness.on_meta import as_on_an_h200
 from benchmarks.harness.shapes import KIMI_K2 as KIMI
 from unfreeze import models
-from unfreeze.adapters import LoraConfig, attach
+from unfreeze.adapters import LoraConfig, attach, dora, pissa
 from unfreeze.adapters import lora as low_rank
 from unfreeze.core.batch import Batch
 from unfreeze.core.layout import RESIDENT
@@ -180,6 +180,7 @@ CASES = [
         for recompute in ("layers", "selective", "elementwise", "nothing")
     )
 ]
+PLAIN = LoraConfig(rank=16)
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
@@ -191,15 +192,16 @@ def peak(
     patch: pytest.MonkeyPatch,
     kernels: bool = True,
     by=Grouped,
+    lora: LoraConfig = PLAIN,
 ) -> tuple[int, int]:
     """(counted, planned) bytes of a step but weights, adapter, moments and loss. by: the experts' backend."""
     release_scratch()
     with as_on_an_h200() if kernels else nullcontext():
-        return _peak(live, name, tokens, recompute, patch, by)
+        return _peak(live, name, tokens, recompute, patch, by, lora)
 
 
 def _peak(
-    live: ModuleType, name: str, tokens: int, recompute: str, patch: pytest.MonkeyPatch, by
+    live: ModuleType, name: str, tokens: int, recompute: str, patch: pytest.MonkeyPatch, by, lora: LoraConfig
 ) -> tuple[int, int]:
     config = (MODELS | OTHERS)[name]
     experts = config.get("n_routed_experts") or config.get("num_experts")
@@ -225,9 +227,8 @@ def _peak(
         device="meta",
         codec_for=lambda part: Int4(32) if packed and ".experts." in part and "shared" not in part else None,
     )
-    lora = LoraConfig(rank=16)
     sizes = measure_sizes(model, lora, "cuda")
-    attach(model, lora, 0, device="meta")
+    attach(model, lora, 0, device="meta", restored=True)
     kinds = (torch.int64, torch.int64, torch.float32, torch.int64)
     batch = Batch(
         *(torch.empty(tokens, dtype=kind, device="meta") for kind in kinds), torch.arange(0, tokens, 2048)
@@ -240,9 +241,10 @@ def _peak(
         sizes, RESIDENT.but(recompute=recompute), work, Hardware("cuda", "H200", 1, 2**40, 2**40)
     ).terms
     release_scratch()
+    frozen = sum(start.A.nbytes + start.B.nbytes for _, start in pissa.starts(model))  # there from the start
     return watch.peak, sum(
         size for term, size in terms.items() if term not in ("base", "adapter", "optimizer")
-    )
+    ) - frozen
 
 
 @pytest.mark.parametrize(
@@ -252,6 +254,21 @@ def _peak(
 def test_the_plan_is_within_a_tenth_at_true_size(name, tokens, recompute, live, monkeypatch):
     counted, planned = peak(live, name, tokens, recompute, monkeypatch)
     assert 0.9 * counted <= planned <= 1.1 * counted
+
+
+@pytest.mark.parametrize("recompute", ["layers", "nothing"])
+@pytest.mark.parametrize("kind", ["dora", "pissa"])
+def test_the_plan_holds_for_other_adapters(kind, recompute, live, monkeypatch):
+    """DoRA keeps x (W + ΔW)ᵀ beside each output; a start joins its factors to twice the rank."""
+    monkeypatch.setattr(sys.modules[attach.__module__], "_refuse_unread", lambda *_: None)
+    monkeypatch.setattr(dora.Dora, "begin", lambda *_: None)
+    monkeypatch.setattr(dora.Dora, "reset", lambda *_: None)
+    more = {"dora": True} if kind == "dora" else {"start": "pissa"}
+    lora = LoraConfig(rank=16, **more)
+    counted, planned = peak(live, "Qwen3-8B", 8192, recompute, monkeypatch, lora=lora)
+    assert 0.9 * counted <= planned <= 1.1 * counted
+    plain = peak(live, "Qwen3-8B", 8192, recompute, monkeypatch)
+    assert plain[0] < counted and plain[1] < planned
 
 
 @pytest.mark.parametrize("name", ["Kimi-K2, 48 experts, INT4", "Qwen3-30B-A3B"])
