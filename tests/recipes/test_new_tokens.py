@@ -202,7 +202,6 @@ def test_it_goes_on_and_in_pairs(base, run, files, tmp_path):
         data="pairs.jsonl",
     )
     events = [json.loads(line) for line in (pairs / "events.jsonl").open()]
-    step = next(event for event in events if event["kind"] == "step")
     step = next(event for event in events if event["kind"] == "train")
     assert step["loss"] == pytest.approx(0.6931, abs=1e-3)  # the policy is the reference at first
     assert any("trainable_tokens" in name for name in load_file(pairs / "adapter/adapter_model.safetensors"))
