@@ -331,6 +331,14 @@ def _check_indices(indices: Any, path: Path) -> None:
             )
 
 
+def lora_alone(folder: Path) -> bool:
+    """True if an adapter is LoRA on linear layers and experts, and nothing else."""
+    config = read_object(folder / CONFIG, AdapterError)
+    targets: Any = config.get("target_modules") or []
+    others = config.get("modules_to_save") or config.get("trainable_token_indices")
+    return not others and not (isinstance(targets, list) and "embed_tokens" in targets)
+
+
 def new_token_ids(folder: Path) -> list[int]:
     """Ids of the rows that an adapter trained by themselves; [] if none."""
     indices: Any = read_object(folder / CONFIG, AdapterError).get("trainable_token_indices") or []
