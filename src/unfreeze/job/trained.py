@@ -86,7 +86,7 @@ class Adapters:
         if field and (self.lora.train_too or self.lora.new_tokens):
             name = "train_too" if self.lora.train_too else "new_tokens"
             raise ConfigError(
-                f"lora.{name} needs its modules whole in every process, but the plan spreads them: place.{field}",
+                f"lora.{name} needs modules whole in every process, but the plan spreads them: place.{field}",
                 next=f"--place.{field} {1 if field == 'split' else 'device'}, or leave lora.{name} out",
             )
 
