@@ -83,6 +83,9 @@ def test_gguf_lora_and_a_head_trained_apart_from_its_embeddings_are_refused(trai
         tensors = load_file(adapter / "adapter_model.safetensors")
         del tensors["base_model.model.lm_head.weight"]
         save_file(tensors, adapter / "adapter_model.safetensors")
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        config |= {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": False}
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
         with pytest.raises(AdapterError, match="are one, but the adapter has one alone"):
             Deltas(model, adapter)
 

@@ -15,7 +15,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import unfreeze
 from unfreeze import cli
+from unfreeze.commands import serve
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.commands.serve_models import sources_of
+from unfreeze.config.parse import parse
+from unfreeze.core.errors import ConfigError
 from unfreeze.data import load_tokenizer
 from unfreeze.generate.new_tokens import read_new_tokens
 
@@ -160,6 +164,16 @@ def test_peft_has_the_logits_of_the_run_and_of_the_merged_folder(base, run, tmp_
     assert "resize_token_embeddings" in (run / "adapter/README.md").read_text()
 
 
+def test_it_is_served_by_itself_alone(base, run):
+    config = parse(serve.Config, [str(run)], command="serve", description="", positional=True)
+    sources = sources_of(config, print)
+    assert sources.base.adapter == run / "adapter" and not sources.places and sources.name == "new"
+    assert sources.manifest.tokens == run / "adapter"
+    two = parse(serve.Config, [str(run), f"other={run}"], command="serve", description="", positional=True)
+    with pytest.raises(ConfigError, match="is served by itself"):
+        sources_of(two, print)
+
+
 def test_a_resumed_run_is_the_same_and_another_file_is_refused(base, run, files, tmp_path, capsys):
     again = tmp_path / "again"
     shutil.copytree(run, again)
@@ -202,7 +216,6 @@ def test_it_goes_on_and_in_pairs(base, run, files, tmp_path):
         data="pairs.jsonl",
     )
     events = [json.loads(line) for line in (pairs / "events.jsonl").open()]
-    step = next(event for event in events if event["kind"] == "step")
     step = next(event for event in events if event["kind"] == "train")
     assert step["loss"] == pytest.approx(0.6931, abs=1e-3)  # the policy is the reference at first
     assert any("trainable_tokens" in name for name in load_file(pairs / "adapter/adapter_model.safetensors"))

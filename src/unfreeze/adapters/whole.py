@@ -154,7 +154,7 @@ def fill_whole(model: nn.Module, decoded: Mapping[str, Mapping[str, Tensor]]) ->
 
     A tied head gets the embeddings' own weight if both have the same values.
     """
-    known, made_of = trainable_modules(model), dict[str, WholeWeights]()
+    known, filled = trainable_modules(model), dict[str, WholeWeights]()
     for name, tensors in decoded.items():
         module = known[name]
         weights: dict[str, nn.Parameter] = {}
@@ -162,11 +162,11 @@ def fill_whole(model: nn.Module, decoded: Mapping[str, Mapping[str, Tensor]]) ->
             device = "cpu" if base.is_meta else base.device
             value = tensors[leaf].to(device=device, dtype=trained_dtype(module, base), copy=True)
             weights[leaf] = nn.Parameter(value)
-        made_of[name] = WholeWeights(weights)
+        filled[name] = WholeWeights(weights)
     for table, head in tied_pairs(known):
         if {table, head} <= decoded.keys() and torch.equal(decoded[table]["weight"], decoded[head]["weight"]):
-            made_of[head].register_parameter("weight", cast(nn.Parameter, made_of[table].weight))
-    return made_of
+            filled[head].register_parameter("weight", cast(nn.Parameter, filled[table].weight))
+    return filled
 
 
 def entries_of_whole(

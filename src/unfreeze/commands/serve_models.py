@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unfreeze.commands.chat import model_name
-from unfreeze.config.adapter import CONFIG, ROPE, is_dora, longer_of
+from unfreeze.config.adapter import CONFIG, ROPE, longer_of, lora_alone
 from unfreeze.config.recipes import resolved
 from unfreeze.core.command import Common
 from unfreeze.core.errors import AdapterError, CheckpointError, ConfigError
@@ -56,7 +56,7 @@ class Served:
 class Sources:
     """The models that a server answers with.
 
-    base    as it was resolved, without an adapter; with it, if that is DoRA: no request can be without
+    base    as it was resolved, without an adapter unless it is more than LoRA and served by itself
     name    of the base
     longer  scaling of positions that the first adapter was trained with
     places  name -> a run's folder or an adapter's
@@ -82,13 +82,13 @@ def sources_of(config: Config, tell: Callable[[str], None]) -> Sources:
         manifest = as_trained(manifest, opened.adapter, tell)
     places: dict[str, Path] = {}
     longer = longer_of(opened.adapter) if opened.adapter else None
-    if opened.adapter is not None and is_dora(opened.adapter):
+    if opened.adapter is not None and not lora_alone(opened.adapter):
         if more:
             raise ConfigError(
-                f"{first} is DoRA, which scales the base's own rows: no other model can share that base",
-                next=f"unfreeze serve {first}, and the others on another port: --port 0",
+                f"{first} changes more of its base than LoRA does, so it is served by itself",
+                next=f"unfreeze serve {first}, or: unfreeze merge {first} --to bf16",
             )
-        return Sources(opened, manifest, config.name or first_name or model_name(first), longer, {})
+        return Sources(opened, manifest, config.name or first_name or model_name(first), longer, {}, "")
     base = replace(opened, adapter=None)
     whole = Path(opened.base)
     name = whole.parent.name if whole.name == "model" else whole.name

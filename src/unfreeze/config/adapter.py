@@ -120,11 +120,6 @@ def base_of(source: str | Path) -> str:
     return named
 
 
-def is_dora(folder: Path) -> bool:
-    """True if an adapter's folder holds DoRA, which scales the rows of its own base."""
-    return bool(read_object(folder / CONFIG, AdapterError).get("use_dora"))
-
-
 def longer_of(source: str | Path) -> Longer | None:
     """Return the scaling of positions that an adapter was trained with; None if there is none.
 
@@ -377,6 +372,14 @@ def _check_indices(indices: Any, path: Path) -> None:
                 f"{path}: trainable_token_indices is {indices!r:.60}; it must be lists of different ids",
                 next=AGAIN,
             )
+
+
+def lora_alone(folder: Path) -> bool:
+    """True if an adapter is LoRA on linear layers and experts, and nothing else."""
+    config = read_object(folder / CONFIG, AdapterError)
+    targets: Any = config.get("target_modules") or []
+    others = any(config.get(name) for name in ("modules_to_save", "trainable_token_indices", "use_dora"))
+    return not others and not (isinstance(targets, list) and "embed_tokens" in targets)
 
 
 def new_token_ids(folder: Path) -> list[int]:

@@ -110,8 +110,8 @@ class Adapters:
         if field and (self.lora.train_too or self.lora.new_tokens):
             name = "train_too" if self.lora.train_too else "new_tokens"
             raise ConfigError(
-                f"lora.{name} needs modules whole on the device, but the plan has place.{field} elsewhere",
-                next=f"--place.{field} device, or leave it out",
+                f"lora.{name} needs modules whole in every process, but the plan spreads them: place.{field}",
+                next=f"--place.{field} {1 if field == 'split' else 'device'}, or leave lora.{name} out",
             )
 
     def attach(self, model: Decoder, *, quiet: bool = False, restored: bool = False) -> None:
