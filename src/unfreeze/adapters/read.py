@@ -107,7 +107,7 @@ def read_adapter(model: nn.Module, directory: str | Path) -> dict[str, LowRank |
 
 @dataclass
 class _Read:
-    """What a file holds, decoded.
+    """The contents of a file, decoded.
 
     lora        factors by site
     whole       weights of modules that trained fully, by module and name

@@ -112,7 +112,7 @@ class PackedFrom:
 
 @dataclass(frozen=True)
 class OnLoad:
-    """What a manifest packs while it is loaded. released: the manifest of the files as they are.
+    """The packing of a manifest while it is loaded. released: the manifest of the files as they are.
 
     format, modules: as in `unfreeze quantize MODEL --to FORMAT --modules MODULES`.
     """

@@ -51,7 +51,7 @@ def weights_digest(manifest: Manifest) -> str:
 
 
 def _packed(manifest: Manifest) -> str:
-    """How a release is packed while it is loaded; "" if it is not: both have the same files."""
+    """Format and modules that a release is packed in while it is loaded; "" if it is not."""
     packed = manifest.on_load
     return "" if packed is None else " ".join((packed.format, *packed.modules))
 

@@ -73,8 +73,6 @@ class Subjects:
 
 def subjects_of(names: Sequence[str], base: str, dtype: str, say: Callable[[str], None]) -> Subjects:
     """Find the models. Raises UserError for one that is not there, or was typed twice."""
-    from unfreeze.compress.quantize.onload import as_trained
-
     models: list[Scored] = []
     typed: list[Scored] = []
     pairs: list[tuple[str, str]] = []
@@ -82,6 +80,8 @@ def subjects_of(names: Sequence[str], base: str, dtype: str, say: Callable[[str]
     for name in names:
         source, manifest = open_source(name, say, base if _has_adapter(name) else "")
         if source.adapter is not None:
+            from unfreeze.compress.quantize.onload import as_trained
+
             manifest = as_trained(manifest, source.adapter, say)
         own = Path(name).expanduser()
         run = run_of(own) if (run_of(own) / RESOLVED).is_file() else None

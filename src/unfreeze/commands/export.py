@@ -111,7 +111,6 @@ def export(config: Config, common: Common) -> dict[str, Any]:
 
     -> path, pushed, for, layout, verified, dropped (names that the reader doesn't apply).
     """
-    from unfreeze.compress.quantize.onload import as_trained
     from unfreeze.generate.source import open_source
 
     if config.read_by in GGUF:
@@ -125,6 +124,8 @@ def export(config: Config, common: Common) -> dict[str, Any]:
         check_push(config.push, yes=config.yes, common=common)
     source, manifest = open_source(config.run, say(common), config.base)
     if source.adapter is not None:
+        from unfreeze.compress.quantize.onload import as_trained
+
         manifest = as_trained(manifest, source.adapter, say(common))
     if (kind := manifest.config.get("model_type")) in ONLY_HERE:
         what = "it" if source.adapter is None else "the adapter"

@@ -93,7 +93,6 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
     -> path, to, scales, modules, rounding (per group), gain (None if not measured: not_measured says why),
     carried.
     """
-    from unfreeze.compress.quantize.onload import as_trained
     from unfreeze.generate.source import open_source
 
     run, processes = Path(config.run), started().size
@@ -106,6 +105,8 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
         raise ConfigError(f"{run} is not a folder", next="give a run's folder (runs/<name>), or an adapter's")
     source, manifest = open_source(config.run, say(common), config.base)
     if source.adapter is not None:
+        from unfreeze.compress.quantize.onload import as_trained
+
         manifest = as_trained(manifest, source.adapter, say(common))
     if better := of_an_earlier_step(run):
         say(common)(better)

@@ -73,12 +73,13 @@ class Sources:
 
 def sources_of(config: Config, tell: Callable[[str], None]) -> Sources:
     """Resolve every source. Raises UserError: no such model, an adapter of another base, a name twice."""
-    from unfreeze.compress.quantize.onload import as_trained
     from unfreeze.generate.source import open_source
 
     (first_name, first), *more = [named(source) for source in config.models]
     opened, manifest = open_source(first, tell, config.base)
     if opened.adapter is not None:
+        from unfreeze.compress.quantize.onload import as_trained
+
         manifest = as_trained(manifest, opened.adapter, tell)
     places: dict[str, Path] = {}
     longer = longer_of(opened.adapter) if opened.adapter else None

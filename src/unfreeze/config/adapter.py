@@ -140,7 +140,7 @@ def longer_of(source: str | Path) -> Longer | None:
 
 
 class PackedAs(NamedTuple):
-    """How an adapter's base was packed: `unfreeze quantize BASE --to FORMAT --modules MODULES`."""
+    """The packing of an adapter's base: `unfreeze quantize BASE --to FORMAT --modules MODULES`."""
 
     format: str
     modules: tuple[str, ...]

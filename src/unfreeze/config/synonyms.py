@@ -93,7 +93,7 @@ ref_model reference_model reference_free sync_ref_model | prefer compares with t
     simpo and orpo need none | unfreeze prefer --model MODEL --data pairs.jsonl
 qlora load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type bnb_4bit_compute_dtype | a 4-bit or 8-bit
     checkpoint is trained in its own format; a bf16 one is packed while it is loaded |
-    --quantize nf4 (or int4, int8, fp8, mxfp4, nvfp4); or unfreeze quantize MODEL --to int4
+    --quantize nf4 (or int4, int8, fp8, mxfp4, nvfp4); or unfreeze quantize MODEL --to int4 --out DIR
 resume_from_checkpoint resume auto_resume auto_resume_from_checkpoints overwrite_output_dir | the same command
     resumes its run; a new run has another --out | the same command without this
 neftune_noise_alpha neftune | NEFTune is not built; TRL has it |
@@ -172,9 +172,8 @@ perplexity ppl score | eval measures the perplexity of a text |
     unfreeze eval MODEL --tasks ppl:book.txt
 train-tokenizer vocab bpe | tokenizer train makes one from text |
     unfreeze tokenizer train corpus.jsonl --vocab 8192 --out tok
-resize resize-embeddings add-tokens new-tokens | adding tokens is not built; transformers does it, and
-    unfreeze trains them | tokenizer.add_tokens, model.resize_token_embeddings(len(tokenizer)), save both;
-    then unfreeze sft --train all
+resize resize-embeddings resize-tokens add-tokens new-tokens | tokens are added from a file, one per line |
+    unfreeze sft --model MODEL --data FILE --new-tokens new.txt
 push upload push-to-hub | the command for uploads is export |
     unfreeze export RUN --for peft --push org/name --base-id org/base
 new config wizard | init writes a run.toml with its reasons | unfreeze init MODEL DATA
@@ -197,7 +196,7 @@ to | q4_k_m q5_k_m q4_0 | a GGUF: unfreeze export RUN --for gguf, then llama.cpp
 to | fp16 float16 bfloat16 16bit merged_16bit | it is called bf16 here
 to | 4bit w4a16 merged_4bit | it is called int4 here
 to | nf4 int8 fp8 nvfp4 mxfp4 | merge --to same keeps a base of this format; quantize writes it of a model
-to | awq gptq | merge --to same keeps a base of this format; quantize MODEL --to int4 has as many bits
+to | awq gptq | merge --to same keeps a base of this format; quantize --to int4 has as many bits
 to | bf16 same | quantize takes a bf16 model; a run becomes bf16 by unfreeze merge RUN --to bf16
 dtype | bf16 | it is called bfloat16 here
 dtype | fp32 | it is called float32 here

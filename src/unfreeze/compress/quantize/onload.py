@@ -89,7 +89,7 @@ def packs_line(manifest: Manifest) -> str:
 
 
 def room_line(manifest: Manifest) -> str:
-    """What adapters on this release take on this machine, before it is quantized or read.
+    """Say what adapters on this release take on this machine, before it is quantized or read.
 
     Such as '8.1 GiB of 15.3 GiB here with adapters on it (rank 16, 4,096 tokens a step); as it is 63.0 GiB'.
     """

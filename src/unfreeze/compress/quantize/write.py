@@ -33,7 +33,7 @@ from unfreeze.quant.codec import parts_nbytes
 
 @dataclass(frozen=True)
 class Moved:
-    """How far the weights of a group moved: matrices, weights, and √(Σ‖Q(W) − W‖² / Σ‖W‖²)."""
+    """The change of a group's weights: matrices, weights, and √(Σ‖Q(W) − W‖² / Σ‖W‖²)."""
 
     matrices: int
     weights: int

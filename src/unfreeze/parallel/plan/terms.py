@@ -3,7 +3,7 @@
 Peak = what stays (base, adapter, optimizer, workspaces) + what a step holds at its worst moment: the loss,
 the last layer's backward or the first layer's. From layer to layer, boundary activations and saved
 activations are freed while gradients are added (see `_moments`).
-Loading happens at another time: the base, a read buffer per thread, and a matrix that is packed.
+Loading is earlier: the base, a read buffer per thread, and a matrix that is packed.
 
 T tokens of a micro-batch, D model width, V vocabulary, N rows of a block of logits.
 """
@@ -428,8 +428,7 @@ def _asking(moments: list[dict[str, int]], aside: Aside, stream: int) -> list[di
     """Return the loss's moments with a second model: during its forward, and after it.
 
     If it reads layers too, those come third; of the token loss there remain the gradient and its hidden
-    state.
-    The gradients by layers wait for backward.
+    state. The gradients by layers wait for backward.
     """
     at_loss, *later = moments
     others = {name: size for name, size in at_loss.items() if name != "loss block"}
@@ -496,7 +495,6 @@ def _loss(sizes: Sizes, work: Work, stream: int) -> int:
     rows = min(work.loss_rows, work.tokens)
     row = sizes.vocab_size * work.loss_bytes + sizes.hidden_size * sizes.compute_bytes
     block = rows * row + 3 * stream
-    trained = work.rank is None or sizes.whole.head
-    if trained and sizes.compute_bytes < 4 and work.tokens > work.loss_rows:
+    if (work.rank is None or sizes.whole.head) and sizes.compute_bytes < 4 and work.tokens > work.loss_rows:
         block += sizes.vocab_size * sizes.hidden_size * 4
     return block
