@@ -90,8 +90,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 def run_merge(config: Config, common: Common) -> dict[str, Any]:
     """Merge, report how much of the adapter survived rounding, and measure on held-out rows.
 
-    -> path, to, scales, modules, rounding (per group), gain (None if not measured: not_measured says why),
-    carried.
+    -> path, to, scales, modules, rounding (per group), gain (None: not_measured says why), carried.
     """
     from unfreeze.generate.source import open_source
 
