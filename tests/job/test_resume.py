@@ -35,7 +35,8 @@ def may_change(*names: str) -> list[str]:
 def test_fixed_and_derived_fields_exist():
     rewarded = grpo.Config(model="m", data="d", reward="my.py").record()
     packed = Config(model="m", data="d", quantize="int4", quantize_modules=("experts",)).record()
-    assert set(FIXED) <= set(RECORD) | set(rewarded) | set(packed)
+    other = Config(model="m", data="d", lora={"dora": True, "start": "pissa"}).record()
+    assert set(FIXED) <= set(RECORD) | set(rewarded) | set(packed) | set(other)
     assert set(DERIVED) <= set(fields(Config))
 
 

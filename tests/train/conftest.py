@@ -69,6 +69,7 @@ class TinyModel(nn.Module):
         self.to(dtype)
         for layer in self.moe_layers().values():
             layer.gate.e_score_correction_bias = torch.zeros(EXPERTS)
+        self.while_looking = []
 
     @property
     def device(self) -> torch.device:
