@@ -77,6 +77,7 @@ class RoundedExperts(ExpertLowRank):
         self.scale, self.down_scale = adapter.scale, adapter.down_scale
         self.gate_up_A, self.gate_up_B = adapter.gate_up_A, adapter.gate_up_B
         self.down_A, self.down_B = adapter.down_A, adapter.down_B
+        self.gate_up_start = self.down_start = None
         self.codes: Kept[tuple[Tensor | Packed, Tensor | Packed]] = Kept()
 
     def output(
