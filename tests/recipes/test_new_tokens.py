@@ -253,3 +253,36 @@ def test_forms_of_the_file(tmp_path):
     assert [(token.text, token.special) for token in read_new_tokens(path)] == [("<a>", False), ("<b>", True)]
     path.write_text("[INST]\r\n\r\n[/INST] x\r\n")
     assert [token.text for token in read_new_tokens(path)] == ["[INST]", "[/INST] x"]
+
+
+def test_a_base_packed_while_loaded_merges_into_a_folder_that_loads(base, files, tmp_path, unfreeze_json):
+    run = run_of(
+        base, files, tmp_path / "run", "--new-tokens", files / "new.txt", "--quantize", "int8", "--steps", 2
+    )
+    merged = Path(unfreeze_json("merge", run, "--out", tmp_path / "merged")["path"])
+    size = len(transformers.AutoTokenizer.from_pretrained(merged))
+    assert json.loads((merged / "config.json").read_text())["vocab_size"] == size
+    assert unfreeze.load(merged).decoder.shape.vocab_size == size
+
+
+def test_merge_and_eval_score_the_model_before_it_had_the_tokens(
+    base, files, tmp_path, unfreeze_json, read_events
+):
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(json.dumps(chat(n)) + "\n" for n in range(20, 23)))
+    words = ["--new-tokens", files / "new.txt", "--validation", held, "--steps", 2]
+    run = run_of(base, files, tmp_path / "run", *words)
+    gain = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "merged")["gain"]
+    assert gain["base"] == pytest.approx(read_events(run, "eval")[0]["loss"], rel=1e-4)
+    scored = unfreeze_json("eval", run, "--tasks", f"rows:{held}", "--max-new-tokens", 2)
+    assert "base" in json.dumps(scored)
+
+
+def test_a_packed_head_is_trained_beside_and_gets_no_rows(base, files, tmp_path, unfreeze_json, capsys):
+    if json.loads((base / "config.json").read_text())["tie_word_embeddings"]:
+        pytest.skip("a tied head is not packed")
+    words = ["--to", "int8", "--modules", "all-linear", "lm_head", "--out", tmp_path / "packed"]
+    packed = unfreeze_json("quantize", base, *words)["path"]
+    run_of(packed, files, tmp_path / "run", "--steps", 1, "--lora.targets", "all-linear", "lm_head")
+    run_of(packed, files, tmp_path / "other", "--steps", 1, "--new-tokens", files / "new.txt", code=2)
+    assert "the output head, which is packed" in capsys.readouterr().err

@@ -258,6 +258,13 @@ def test_paths_of_the_command_begin_where_one_stands(tmp_path: Path):
     )
 
 
+def test_a_switch_is_repeated_without_a_value(tmp_path: Path):
+    for value, words in ((True, " --lora.dora"), (False, "")):
+        config = {"recipe": "sft", "model": "m", "lora.dora": value, "out": "r"}
+        command = rerun_command(read_run(made(tmp_path / str(value), train(1.0), config)))
+        assert command == f"unfreeze sft --model m{words} --out r-again"
+
+
 RUNS = [
     (
         sft.Config,

@@ -23,7 +23,7 @@ from unfreeze.models import Decoder
 from unfreeze.models.blocks.embedding import Embedding
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.saved import Skip
-from unfreeze.models.vocabulary import grow_vocabulary, mean_rows
+from unfreeze.models.vocabulary import grow_vocabulary, mean_rows, refuse_vocabulary
 
 TABLE, HEAD = "model.embed_tokens", "lm_head"
 LEAF = "token_adapter.trainable_tokens_delta"
@@ -78,6 +78,7 @@ def train_new_tokens(
     The base without adapters has the same first values. Raises AdapterError if embeddings or head have an
     adapter already.
     """
+    refuse_vocabulary(model)
     _refuse_taken(model)
     old = {name: cast(nn.Parameter, module.weight) for name, module in _ends(model)}
     means = {name: mean_rows(weight.detach(), parts) for name, weight in old.items()}
@@ -99,14 +100,14 @@ def put_rows(model: Decoder, rows: Mapping[str, tuple[Sequence[int], Tensor]]) -
             ids, values = rows[key]
             own = TokenRows(ids, values.to(model.device), model.shape.vocab_size)
             setattr(module, "adapter", own)  # noqa: B010  an Embedding's or a Linear's
-    if head.weight is table.weight and isinstance(table.adapter, TokenRows):
+    if model.shape.tied and isinstance(table.adapter, TokenRows):
         setattr(head, "adapter", table.adapter)  # noqa: B010  a WholeAdapter
 
 
 def _ends(model: Decoder) -> list[tuple[str, Embedding | Linear]]:
     """Embeddings and head; the head only if it is not tied."""
     table, head = model.model.embed_tokens, model.lm_head
-    return [(TABLE, table)] if head.weight is table.weight else [(TABLE, table), (HEAD, head)]
+    return [(TABLE, table)] if model.shape.tied else [(TABLE, table), (HEAD, head)]
 
 
 def _refuse_taken(model: Decoder) -> None:

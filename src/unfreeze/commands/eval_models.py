@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,6 +166,8 @@ def _before(model: Scored, say: Callable[[str], None]) -> tuple[ModelSource, Man
     if model.source.adapter is not None:
         start = str(fields.get("adapter") or "")
         opened = ModelSource(model.source.base, adapter_folder(start) if start else None, variables)
+        if not start and model.manifest.tokenizer is not None:  # new tokens are the adapter's
+            return opened, replace(model.manifest, tokenizer=None)
         return opened, model.manifest
     if not model.run:
         return None
@@ -182,4 +184,6 @@ def _has_weights(name: str) -> bool:
 
 
 def _same(one: Manifest | None, other: Manifest) -> bool:
-    return one is not None and one.path == other.path and one.config == other.config
+    if one is None or one.tokenizer != other.tokenizer:
+        return False
+    return one.path == other.path and one.config == other.config

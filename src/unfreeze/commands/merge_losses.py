@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unfreeze.commands.merge_rows import GIVE, TOKENS, HeldoutRows
-from unfreeze.config.adapter import adapter_folder
+from unfreeze.config.adapter import adapter_folder, new_token_ids
 from unfreeze.core.errors import AdapterError
 from unfreeze.core.units import format_bytes
 from unfreeze.objectives.preference import WITHOUT_REFERENCE
@@ -65,7 +65,7 @@ def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, row
         return f"the run compares its pairs with the adapter it started from: {error.message}. {GIVE}"
     batches = list(validation_batches(examples, _tokens(rows) if preference else TOKENS))
 
-    model = open_model(base, as_stored=True)
+    model = open_base(base, adapter)
     reference: list[Tensor] = []
     if preference is not None and preference.loss not in WITHOUT_REFERENCE:
         if start is not None:
@@ -89,6 +89,24 @@ def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, row
         error_of(gains, without.counts) if len(gains) > 1 else 0.0,
         compared_loss(preference) if preference else "",
     )
+
+
+def open_base(base: Manifest, adapter: Path) -> Decoder:
+    """The model that the adapter began with: rows of new tokens are the means of their parts' rows."""
+    from unfreeze.adapters import detach
+    from unfreeze.adapters.tokens import train_new_tokens
+    from unfreeze.data import load_tokenizer
+    from unfreeze.generate.open import open_model
+
+    model = open_model(base, as_stored=True)
+    if base.tokenizer is None:
+        return model
+    old, new = load_tokenizer(base.path), load_tokenizer(base.tokenizer, base=base.path)
+    if ids := [id for id in new_token_ids(adapter) if old.vocab_size <= id < new.vocab_size]:
+        parts = tuple(tuple(old.encode(new.token_text(id), specials=False)) for id in ids)
+        train_new_tokens(model, ids, parts, max(ids) + 1)
+        detach(model)
+    return model
 
 
 def row_losses(

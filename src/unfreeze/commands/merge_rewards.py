@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from unfreeze.commands.merge_losses import no_room_for
+from unfreeze.commands.merge_losses import no_room_for, open_base
 from unfreeze.commands.merge_rows import HeldoutRows
 from unfreeze.config.grpo import Grading, Rollout
 from unfreeze.core.errors import ConfigError, UserError
@@ -70,7 +70,7 @@ def reward_gain(
         return no_room
     try:
         judge = HeldOutReward(Recorded.of(rows.resolved), base, examples, rows)
-        model = open_model(base, as_stored=True)
+        model = open_base(base, adapter)
         without = judge(model)
         load_adapter(model, adapter)
         with_adapter = judge(model)

@@ -27,7 +27,7 @@ def config_of(work: MergeWork) -> bytes:
     """
     config: dict[str, Any] = copy.deepcopy(work.manifest.config)
     if work.to == "same" and work.manifest.on_load is not None:
-        return _json(config)
+        return _json(_with_vocabulary(config, work.vocabulary))
     if work.to == "same":
         file = inside(work.manifest.path / "config.json")
         # read again: a manifest's config also has the quantization of a file beside it

@@ -10,6 +10,9 @@ from glob import has_magic
 from pathlib import Path
 from typing import NamedTuple, cast
 
+from tyro.conf import FlagConversionOff
+
+from unfreeze.config.names import fields as known_fields
 from unfreeze.config.names import short_name
 from unfreeze.config.recipes import CONFIGS
 from unfreeze.core.schema import DataEvent, RolloutEvent
@@ -247,8 +250,17 @@ def rerun_command(run: RunFolder, here: Path | None = None) -> str:
     )
     words = ["unfreeze", recipe]
     config = CONFIGS.get(recipe, CONFIGS["sft"])
+    by_path = {known.path: known for known in known_fields(config).values()}
     for name, value in fields.items():
         if (isinstance(set_fields, list) and name not in set_fields) or value in (None, "", [], {}):
+            continue
+        known = by_path.get(name)
+        if (
+            known is not None
+            and known.info.annotation is bool
+            and FlagConversionOff not in known.info.metadata
+        ):
+            words += [f"--{known.short.replace('_', '-')}"] if value else []
             continue
         values = value if isinstance(value, list) else [value]
         words += [

@@ -28,6 +28,7 @@ class RoundedLowRank(LowRank):
         nn.Module.__init__(self)
         self.rank, self.scale, self.rounding = adapter.rank, adapter.scale, rounding
         self.A, self.B = adapter.A, adapter.B
+        self.start = None
         self.codes: Kept[Packed] = Kept()
 
     def output(self, linear: Linear, x_TI: Tensor, reuse: Reuse | Skip | None) -> Tensor:

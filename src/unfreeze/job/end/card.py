@@ -44,6 +44,8 @@ adapter exactly.
 TOKENS_ADDED = """It has new tokens; the tokenizer here has them too. Before PeftModel.from_pretrained:
 
 ```python
+from transformers import AutoTokenizer
+
 tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_ID_OF_THIS_ADAPTER")
 if len(tokenizer) > model.config.vocab_size:
     model.resize_token_embeddings(len(tokenizer))
