@@ -15,6 +15,7 @@ from unfreeze.commands.merge_rows import GIVE, TOKENS, HeldoutRows
 from unfreeze.config.adapter import adapter_folder, new_token_ids
 from unfreeze.core.errors import AdapterError
 from unfreeze.core.units import format_bytes
+from unfreeze.job.merge_aware import compute_as_trained
 from unfreeze.objectives.preference import WITHOUT_REFERENCE
 from unfreeze.teach.compares import compared_loss, minimised
 
@@ -75,6 +76,7 @@ def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, row
             detach(model)
     without = row_losses(model, batches, preference, reference)
     load_adapter(model, adapter)
+    compute_as_trained(model, base, rows.resolved)
     with_adapter = row_losses(model, batches, preference, reference)
     del model
     gc.collect()

@@ -16,6 +16,7 @@ from unfreeze.commands.merge_losses import no_room_for, open_base
 from unfreeze.commands.merge_rows import HeldoutRows
 from unfreeze.config.grpo import Grading, Rollout
 from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.job.merge_aware import compute_as_trained
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -73,6 +74,7 @@ def reward_gain(
         model = open_base(base, adapter)
         without = judge(model)
         load_adapter(model, adapter)
+        compute_as_trained(model, base, rows.resolved)
         with_adapter = judge(model)
         del model
         gc.collect()

@@ -125,7 +125,9 @@ class LoraConfig(BaseModel):
         """Merge-aware training computes with W + ΔW of ordinary factors."""
         if self.merge_aware and self.reads_weights:
             other = "dora" if self.dora else f"start = {self.start}"
-            raise ValueError(f"lora.merge_aware = {self.merge_aware} and lora.{other}: choose one of the two")
+            raise ValueError(
+                f"merge_aware rounds ordinary factors, not lora.{other}: leave one of the two out"
+            )
         return self
 
     @property

@@ -90,7 +90,7 @@ def roundings_of(
     if not any(projection in adapted.get(site, ()) for site, projection in roundings):
         raise ConfigError(
             f"merge_aware is {lora.merge_aware}, but merging rounds no adapted weight to it",
-            next="add the quantized layers to --lora.targets, or remove --merge-aware",
+            next="add layers that it quantizes to --lora.targets (widths in groups of 32), or leave it out",
         )
     return roundings
 
@@ -209,6 +209,16 @@ class MergeAware:
 
         model = state.model
         begin(model, roundings_of(self._lora, self._manifest, model, adapted_of(model)))
+
+
+def compute_as_trained(model: Decoder, manifest: Manifest, record: Mapping[str, Any]) -> None:
+    """Let a model with a finished run's adapter compute as the run did: through the rounding, if it had one."""
+    if record.get("lora.merge_aware"):
+        from unfreeze.adapters.merge_aware import begin
+        from unfreeze.config.lora import LoraConfig
+
+        lora = LoraConfig(**{name[5:]: value for name, value in record.items() if name.startswith("lora.")})
+        begin(model, roundings_of(lora, manifest, model, adapted_of(model)))
 
 
 def merge_flags(record: Mapping[str, Any]) -> str:

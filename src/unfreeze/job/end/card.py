@@ -20,12 +20,14 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.longer import Longer
 from unfreeze.core.schema import DataEvent
+from unfreeze.job.merge_aware import merge_flags
 from unfreeze.models import ONLY_HERE
 from unfreeze.models.longer import fields_of
 from unfreeze.models.wrappers import WRAPPERS
 from unfreeze.report.events import last
 from unfreeze.report.run import facts, read_run
 from unfreeze.report.verdict import rerun_command, verdict
+from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
@@ -52,6 +54,7 @@ if len(tokenizer) > model.config.vocab_size:
 ```
 """
 ADAPTER = "FOLDER_OR_ID_OF_THIS_ADAPTER"
+ROUNDED = "It was trained through the rounding of a merge, as the merged model:"
 
 
 def write_beside(
@@ -179,6 +182,8 @@ def card(
     lines += [f"A LoRA adapter for {name}, made with unfreeze.", ""]
     if run is not None and (run / RESOLVED).is_file():
         lines += _of_run(run)
+        if flags := merge_flags(read_object(run / RESOLVED, ConfigError)):
+            lines += [f"{ROUNDED} `unfreeze merge RUN {flags}` writes it; unmerged, answers differ.", ""]
     if reader != "peft":
         return "\n".join([*lines, f"The files have the layout of {reader}.", ""])
     lines += usage(name, model_type, adapter=ADAPTER)

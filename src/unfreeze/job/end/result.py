@@ -80,7 +80,8 @@ def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bo
     reader, note = (plan.get("export_for", "vllm"), plan.get("export_note", "")) if plan else ("vllm", "")
     if not export and of_texts(run_dir):  # it has read no conversation: an answer would be a surprise
         return f'next: unfreeze generate {name} --prompt "…"'
-    if export and (flags := merge_flags(read_resolved(run_dir, ConfigError))):
+    record = read_resolved(run_dir, ConfigError) if (run_dir / RESOLVED).is_file() else {}
+    if export and (flags := merge_flags(record)):
         return f"next: unfreeze merge {name} {flags}    unfreeze chat {name}"
     if not export or not reader:
         return f'next: unfreeze chat {name}    unfreeze generate {name} --prompt "…"'
