@@ -212,7 +212,7 @@ class MergeAware:
 
 
 def compute_as_trained(model: Decoder, manifest: Manifest, record: Mapping[str, Any]) -> None:
-    """Let a model with a finished run's adapter compute as the run did: through the rounding, if it had one."""
+    """Let a model with a run's adapter compute as the run did: through the rounding, if it had one."""
     if record.get("lora.merge_aware"):
         from unfreeze.adapters.merge_aware import begin
         from unfreeze.config.lora import LoraConfig

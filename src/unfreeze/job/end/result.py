@@ -11,6 +11,7 @@ from typing import Any
 from unfreeze.config.recipes import read_resolved
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import DataEvent, EndEvent, Event, PlanEvent, ReceiptEvent, TrainEvent
 from unfreeze.job.end.folder import again
 from unfreeze.job.merge_aware import merge_flags
