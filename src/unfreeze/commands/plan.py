@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 HERE = "this machine"
 DOES_NOT_FIT = 2
 
+FEWEST_BITS = 16 / 4
+"""A base in bf16 is at most so many times larger than packed: beyond, its packing need not be counted."""
+
 
 class Config(Frozen):
     """Options of plan."""
@@ -316,11 +319,16 @@ def _instead(
         words = f"--train adapters --lora.rank {config.lora.rank}"
         fewer = [f"--train adapters {line}" for line in proposals(*with_adapters_only)[:1]]
         fitting = (if_it_fits(words, *with_adapters_only) or fewer) + fitting
-    elif config.train == "adapters" and not counts.packed:
+    elif config.train == "adapters" and not counts.packed and sizes.base < FEWEST_BITS * _room(machine):
         with suppress(UserError):  # a model that cannot be packed so
             in_int4, theirs, smaller = _measured(config, machine, opened.packed("int4", ()))
             fitting = if_it_fits("--quantize int4", in_int4, theirs, machine, smaller) + fitting
     return fitting, "" if fitting else too_large(sizes, counts, machine, request)
+
+
+def _room(machine: Fleet) -> int:
+    """Bytes of memory in all."""
+    return machine.count * machine.memory + machine.host
 
 
 def _cut(config: Config, machine: Fleet, request: PlanRequest, choice: PlanChoice) -> list[str]:

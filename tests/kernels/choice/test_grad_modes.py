@@ -153,8 +153,11 @@ def check(op, dtype, mode, start):
 
 
 def first_of_an_op_then_nightly():
-    """Candidates of one op run the same code of choice: the first in every change, the others nightly."""
-    seen: set[str] = set()
+    """Candidates of one op run the same code of choice: the first in every change, the others nightly.
+
+    state_scan's takes 20 s in Triton's interpreter: nightly too.
+    """
+    seen = {"state_scan"}
     for name, label, dtype in runnable():
         marks = pytest.mark.nightly if name in seen else ()
         seen.add(name)
