@@ -94,3 +94,14 @@ def test_a_field_of_a_table_without_its_table_is_named():
     for flag in ("--targets", "--experts_rank", "--rank"):
         with pytest.raises(ConfigError, match=f"it is called --lora.{flag[2:].replace('_', '-')} here"):
             parse(Config, ["--model", "m", flag, "8"], command="sft", description="")
+
+
+def test_fields_of_a_table_that_exclude_each_other_are_named_without_the_table():
+    from unfreeze.config.sft import Config
+
+    flags = ["--model", "m", "--data", "d", "--merge-aware", "int4"]
+    for other in (["--lora.dora"], ["--lora.start", "pissa"]):
+        with pytest.raises(ConfigError) as caught:
+            parse(Config, [*flags, *other], command="sft", description="")
+        assert caught.value.message.startswith("merge_aware rounds ordinary factors, not lora.")
+    assert parse(Config, flags, command="sft", description="").lora.merge_aware == "int4"  # control arm

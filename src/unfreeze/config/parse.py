@@ -455,7 +455,8 @@ def _explain(config: type[BaseModel], error: ValidationError) -> str:
     """Describe each wrong field, with its value and the requirement."""
     lines: list[str] = []
     for item in error.errors():
-        if not item["loc"]:  # a check of several fields has a complete message
+        # a check of several fields, of all or of a table, has a complete message
+        if not item["loc"] or (item["type"] == "value_error" and isinstance(item.get("input"), dict)):
             lines.append(item["msg"].partition(", ")[2])
             continue
         path = [str(part) for part in item["loc"] if not isinstance(part, int)]
