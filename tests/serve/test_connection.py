@@ -59,7 +59,8 @@ def final(came):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_only_ends_its_sending_gets_its_answer(endpoint, stream):
     came = half_closed(endpoint, request(1, max_tokens=40, stream=stream))
-    assert came.startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
+    # a stream may have begun before the end of sending is seen: then a comment asks, or nothing has to
+    assert came.startswith(b"HTTP/1.1 100 Continue\r\n\r\n") or (stream and came.startswith(b"HTTP/1.1 200"))
     ((status, body),) = final(came)
     assert status == 200 and (body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") if stream else json.loads(body))
     assert until(lambda: not endpoint.service.gate.visits)
