@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.job.end.card import card, hub_id, license_of, packed_linear
+from unfreeze.job.end.card import card, hub_id, license_of
 
 
 def test_a_runs_adapter_has_a_card_that_the_hub_reads_and_the_tokenizer(run_dir):
@@ -236,9 +236,3 @@ def test_a_command_names_an_adapter_by_its_run_and_no_folder_of_this_machine(run
     text = "\n".join(card._of_run(run_dir))
     assert "unfreeze grpo --adapter warm/adapter --reward my.py --data a/b.jsonl" in text
     assert "/home/me" not in text
-
-
-def test_peft_needs_other_options_where_linear_layers_are_packed():
-    experts = ["model.layers.0.mlp.experts.3.up_proj.weight_packed", "model.norm.weight"]
-    assert packed_linear([*experts, "model.layers.0.self_attn.q_proj.weight_packed"])
-    assert not packed_linear(experts)  # control arm: transformers expands experts itself

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -54,10 +54,6 @@ if len(tokenizer) > model.config.vocab_size:
 ```
 """
 ADAPTER = "FOLDER_OR_ID_OF_THIS_ADAPTER"
-UNPACKED = (
-    "The base's linear layers are packed, where peft looks for `weight`: load the base with"
-    " `quantization_config=CompressedTensorsConfig(run_compressed=False)` of transformers.\n"
-)
 ROUNDED = "It was trained through the rounding of a merge, as the merged model:"
 
 
@@ -97,8 +93,6 @@ def write_beside(
     )
     if new_token_ids(folder):
         text += TOKENS_ADDED
-    if reader == "peft" and packed_linear(manifest.tensors):
-        text += UNPACKED
     if folder.name == BEST:
         text += (
             "This adapter is the step with the lowest held-out loss. The figures above are for the"
@@ -122,11 +116,6 @@ def write_beside(
             " differ from the run's.\n"
         )
     write_file(folder / CARD, text)
-
-
-def packed_linear(names: Iterable[str]) -> bool:
-    """True if tensors of a base are linear layers that compressed-tensors has packed."""
-    return any(name.endswith(".weight_packed") and ".experts." not in name for name in names)
 
 
 def _longer(longer: Longer) -> str:
