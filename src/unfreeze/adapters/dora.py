@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from unfreeze.adapters.lora import LowRank
 from unfreeze.kernels.loops.rows import slabs
 from unfreeze.kernels.recompute import Reuse
-from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.linear import Linear, WithMatrix
 from unfreeze.models.blocks.saved import Skip
 
 SLAB_BYTES = 32 << 20  # of the float32 rows that are summed at once
 
 
-class Dora(LowRank):
+class Dora(LowRank, WithMatrix):
     """The factors of ΔW, and m fp32 [out]: the length of each row of W'.
 
     At `scale` 0 the layer is the base's; at f times its own scale, m / ‖W + ΔW‖ is f times as far from 1 (the

@@ -21,7 +21,7 @@ from unfreeze.core.errors import AdapterError
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.embedding import Embedding
-from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.linear import Linear, WholeAdapter
 from unfreeze.models.blocks.saved import Skip
 from unfreeze.models.vocabulary import grow_vocabulary, mean_rows, refuse_vocabulary
 
@@ -30,7 +30,7 @@ LEAF = "token_adapter.trainable_tokens_delta"
 """End of peft's name of the rows."""
 
 
-class TokenRows(nn.Module):
+class TokenRows(nn.Module, WholeAdapter):
     """Rows [n, D] float32 that stand in place of those of some ids, in the embeddings or the head."""
 
     def __init__(self, ids: Sequence[int], rows: Tensor, vocab_size: int):

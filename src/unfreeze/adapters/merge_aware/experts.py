@@ -20,7 +20,7 @@ from unfreeze.kernels.expert_mlp.straight import straight_expert_mlp
 from unfreeze.kernels.expert_mlp.workspace import Computed
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.kernels.swiglu.activation import Activation
-from unfreeze.models.blocks.experts import Experts
+from unfreeze.models.blocks.experts import Experts, WholeExpertAdapter
 from unfreeze.quant.codec import Packed
 
 
@@ -64,7 +64,7 @@ class RoundedStack(Computed):
         return whole
 
 
-class RoundedExperts(ExpertLowRank):
+class RoundedExperts(ExpertLowRank, WholeExpertAdapter):
     """The factors of an ExpertLowRank, the same parameters, for experts trained as they will be merged.
 
     roundings: projection -> its rounding; one that is not named has ordinary LoRA.

@@ -5,8 +5,9 @@ T tokens, K experts per token, E experts, D model width, I expert width.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,10 +82,10 @@ class ExpertAdapter(Protocol):
     def factors(self) -> ExpertFactors: ...
 
 
-@runtime_checkable
-class WholeExpertAdapter(Protocol):
+class WholeExpertAdapter(ABC):
     """Adapter whose update depends on the weights: it computes the experts' whole output."""
 
+    @abstractmethod
     def output(
         self,
         experts: Experts,
@@ -93,11 +94,12 @@ class WholeExpertAdapter(Protocol):
         weights_TK: Tensor,
         reuse: Reuse | None,
         gate_up_bias: Tensor | None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """y [T, D], without what other processes hold; arguments as in `expert_mlp`."""
 
+    @abstractmethod
     def kept(self, experts: Experts) -> tuple[Tensor | Packed, Tensor | Packed, ExpertFactors] | None:
         """The changed weights, and factors beside them, which a recorded step reads; None: it has none."""
-        ...
 
 
 class Dispatch(Protocol):
