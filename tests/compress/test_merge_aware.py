@@ -168,8 +168,10 @@ def test_so_do_formats_whose_gate_and_up_are_rounded_apart(name, scales, bases, 
 
 
 PLANTED = {
-    "not rounded": lambda base, change, scales, out: out.copy_(base.dequantize() + change),
-    "the base's scales": lambda base, change, scales, out: IN_PLACE(base, change, "keep", out),
+    "not rounded": lambda base, change, scales, out, factor: out.copy_(base.dequantize() + change),
+    "the base's scales": lambda base, change, scales, out, factor: IN_PLACE(
+        base, change, "keep", out, factor
+    ),
 }
 IN_PLACE = matrix._in_place
 

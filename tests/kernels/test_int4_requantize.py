@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from unfreeze.kernels import int4_requantize as loop
+from unfreeze.quant.aimed import aimed
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import MAX_SCALE, Int4
+from unfreeze.quant.kept import kept, refitted
 from unfreeze.quant.requantize import requantized
 
 
@@ -49,6 +51,23 @@ def test_its_numbers_are_the_codecs_to_the_bit(group, kind, scales, dtype):
     assert loop.rounds(codec, change, place)
     loop.requantize_int4(codec, merged, place, base if scales == "keep" else None)
     assert torch.equal(place, theirs) and out[:, W.shape[1] :].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1.0, 3.7, 900.0])
+@pytest.mark.parametrize("kind", ["small", "large", "unchanged", "scales", "ties"])
+def test_codes_that_keep_the_length_are_those_of_quant_aimed(kind, factor, dtype):
+    codec, (W, change) = Int4(32), groups(kind, 32)
+    base = Packed(codec, codec.quantize(W.bfloat16()))
+    w = base.dequantize().float()
+    on = kept(codec, w + change, base.parts, refitted(codec, w + change, base.parts))
+    theirs = codec.dequantize(aimed(codec, w + factor * change, on)[0]).to(dtype)
+    out = torch.full(W.shape, torch.nan, dtype=dtype)
+    loop.requantize_int4(codec, w, out, base, change, factor)
+    assert torch.equal(out, theirs)
+    if factor > 1 and kind == "small":  # control arm: the nearest codes are others
+        loop.requantize_int4(codec, w, out, base, change)
+        assert not torch.equal(out, theirs)
 
 
 def test_a_number_that_is_not_finite_spoils_its_group_alone():

@@ -88,16 +88,24 @@ def held(w, scale):
 
 
 @Kernel
-def _round(start, stop, w, scales, keep, group, out32, out16, stride):
+def _round(start, stop, w, change, factor, scales, keep, group, out32, out16, stride):
     """w float32 [N, M]; scales uint16 [N, G], the base's: read if `keep`.
 
+    change: float32 [N, M] or empty. With one, scales are those of w + change, codes of w + factor · change.
     out: float32 bits, or bf16's in out16 (the other is empty), flat with that stride of a row.
     """
-    narrow = out16.size > 0
+    narrow, aims = out16.size > 0, change.size > 0
+    both, aim = np.empty(group, np.float32), np.empty(group, np.float32)
     for row in range(start, stop):
         for g in range(w.shape[1] // group):
             first = g * group
             own = w[row, first : first + group]
+            if aims:
+                delta = change[row, first : first + group]
+                for i in range(group):
+                    both[i] = np.float32(own[i] + delta[i])
+                    aim[i] = np.float32(own[i] + np.float32(factor * delta[i]))
+                own = both
             old = np.float32(0)
             if keep:
                 old = np.uint32(np.uint32(scales[row, g]) << np.uint32(16)).view(np.float32)
@@ -112,6 +120,8 @@ def _round(start, stop, w, scales, keep, group, out32, out16, stride):
             place = row * stride + first
             if largest >= INFINITE:  # the loss shows it
                 scale, divisor = np.float32(np.nan), np.float32(1)
+            if aims:
+                own = aim
             if narrow:
                 shorts = out16[place : place + group]
                 for i in range(group):
@@ -136,10 +146,18 @@ def rounds(codec: object, w: Tensor, out: Tensor) -> bool:
     )
 
 
-def requantize_int4(codec: object, w: Tensor, out: Tensor, keep: Packed | None = None) -> None:
+def requantize_int4(
+    codec: object,
+    w: Tensor,
+    out: Tensor,
+    keep: Packed | None = None,
+    change: Tensor | None = None,
+    factor: float = 1.0,
+) -> None:
     """out = the numbers of Q(w), in bf16 or float32; w [N, M] float32, of which `rounds` is true.
 
     keep: a base whose scales are used where they hold w. A group with a number that is not finite is NaN.
+    change [N, M]: scales are chosen for w + change, and codes for w + factor · change (quant/aimed.py).
     """
     assert isinstance(codec, Int4)
     rows, columns = w.shape
@@ -148,4 +166,6 @@ def requantize_int4(codec: object, w: Tensor, out: Tensor, keep: Packed | None =
     narrow = out.dtype == torch.bfloat16
     out32 = np.empty(0, np.uint32) if narrow else array(flat).view(np.uint32)
     out16 = array(flat) if narrow else np.empty(0, np.uint16)
-    _round(w.numel(), rows, array(w), scales, keep is not None, codec.group_size, out32, out16, out.stride(0))
+    delta = np.empty((0, 0), np.float32) if change is None else array(change)
+    own = array(w), delta, np.float32(factor), scales, keep is not None, codec.group_size
+    _round(w.numel(), rows, *own, out32, out16, out.stride(0))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from unfreeze.adapters.lora import ExpertLowRank
 from unfreeze.adapters.merge_aware.codes import FEW, Kept
-from unfreeze.adapters.merge_aware.matrix import Rounding, product, rounded, rounded_codes
+from unfreeze.adapters.merge_aware.matrix import Lengths, Rounding, product, rounded, rounded_codes
 from unfreeze.kernels.expert_mlp import ExpertFactors, expert_mlp
 from unfreeze.kernels.expert_mlp.straight import straight_expert_mlp
 from unfreeze.kernels.expert_mlp.workspace import Computed
@@ -40,12 +40,14 @@ class RoundedStack(Computed):
     activation: Activation | None = None
 
     def __post_init__(self) -> None:
+        self._lengths: dict[int, Lengths] = {}  # of each expert: found in forward, used again in backward
         E, N, M = self.base.shape
         self.shape, self.device = (E, N, M), self.A.device
 
     def fill(self, experts: Sequence[int], out: Tensor) -> None:
         for position, expert in enumerate(experts):
-            rounded(self.base[expert], self.change(expert), self.rounding, out[position])
+            known = self._lengths.setdefault(expert, {})
+            rounded(self.base[expert], self.change(expert), self.rounding, out[position], known)
 
     def codes(self) -> Packed:
         """All of it, in its format."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unfreeze.adapters.lora import LowRank
 from unfreeze.adapters.merge_aware.codes import FEW, Kept
-from unfreeze.adapters.merge_aware.matrix import Rounding, product, rounded, rounded_codes
+from unfreeze.adapters.merge_aware.matrix import Lengths, Rounding, product, rounded, rounded_codes
 from unfreeze.kernels.expand import expand
 from unfreeze.kernels.recompute import Reuse, compute_now
 from unfreeze.models.blocks.linear import KeptAdapter, Linear
@@ -62,10 +62,16 @@ def _base(linear: Linear) -> Tensor | Packed:
 
 
 def _merged(
-    base: Tensor | Packed, A: Tensor, B: Tensor, scale: float, rounding: Rounding, dtype: torch.dtype
+    base: Tensor | Packed,
+    A: Tensor,
+    B: Tensor,
+    scale: float,
+    rounding: Rounding,
+    dtype: torch.dtype,
+    known: Lengths | None = None,
 ) -> Tensor:
     out = torch.empty(len(B), A.shape[1], dtype=dtype, device=A.device)
-    return rounded(base, product(A, B, scale), rounding, out)
+    return rounded(base, product(A, B, scale), rounding, out, known)
 
 
 class _Straight(torch.autograd.Function):
@@ -86,11 +92,12 @@ class _Straight(torch.autograd.Function):
         rounding: Rounding,
         reuse: Reuse | Skip,
     ) -> Tensor:
-        ctx.constants = scale, base, rounding
+        known: Lengths = {}  # found in forward, used again in backward
+        ctx.constants = scale, base, rounding, known
         ctx.save_for_backward(x_TI, A_RI, B_OR)
 
         def compute() -> Tensor:
-            return F.linear(x_TI, _merged(base, A_RI, B_OR, scale, rounding, x_TI.dtype))
+            return F.linear(x_TI, _merged(base, A_RI, B_OR, scale, rounding, x_TI.dtype, known))
 
         y_TO = reuse(compute)
         if y_TO is None:  # nobody reads it
@@ -100,10 +107,10 @@ class _Straight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, A_RI, B_OR = ctx.saved_tensors
-        scale, base, rounding = ctx.constants
+        scale, base, rounding, known = ctx.constants
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = dy_TO @ _merged(base, A_RI, B_OR, scale, rounding, dy_TO.dtype)
+            dx = dy_TO @ _merged(base, A_RI, B_OR, scale, rounding, dy_TO.dtype, known)
         dy, x = dy_TO.flatten(0, -2), x_TI.flatten(0, -2)
         a_RI, b_OR = A_RI.to(x.dtype), B_OR.to(x.dtype)
         t_TR, dt_TR = F.linear(x, a_RI).mul_(scale), (dy @ b_OR).mul_(scale)

@@ -36,13 +36,21 @@ class Rounding:
     halves: bool = False
 
 
-def rounded(base: Tensor | Packed, change: Tensor, rounding: Rounding, out: Tensor) -> Tensor:
+Lengths = dict[int, float]
+"""Number of a matrix on disk (0, or 0 and 1 of gate and up) -> its factor c of keep-change."""
+
+
+def rounded(
+    base: Tensor | Packed, change: Tensor, rounding: Rounding, out: Tensor, known: Lengths | None = None
+) -> Tensor:
     """out = Q(W + ΔW) in out's dtype; returns `out`. change: ΔW in float32; it is overwritten.
 
+    known: the factors that a pass before has found for this ΔW; those that are missing are added.
     As in a merge a matrix that does not change keeps its bytes, if it keeps its format. If ΔW is not finite
     Ŵ is NaN: the loss then shows it.
     """
-    for half, delta, place in _halves(base, change, out, rounding.halves):
+    known = {} if known is None else known
+    for number, (half, delta, place) in enumerate(_halves(base, change, out, rounding.halves)):
         low, high = map(float, torch.aminmax(delta))  # torch.any takes five times as long on a CPU
         if not (isfinite(low) and isfinite(high)):
             place.fill_(torch.nan)
@@ -51,7 +59,9 @@ def rounded(base: Tensor | Packed, change: Tensor, rounding: Rounding, out: Tens
             if low == high == 0:
                 place.copy_(half.dequantize())
             else:
-                _in_place(half, delta, rounding.scales, place)
+                if rounding.scales == "keep-change" and number not in known:
+                    known[number] = factor_of(half.codec, _float(half), delta, half.parts)
+                _in_place(half, delta, rounding.scales, place, known.get(number, 1.0))
         else:
             _into(half, delta, rounding.to, place)
     return out
@@ -80,7 +90,8 @@ def _parts_in_place(base: Packed, change: Tensor, scales: Scales) -> dict[str, T
     """The parts of Q in W's own format."""
     if not change.any():
         return dict(base.parts)
-    blocks = [block for _, _, block in _blocks(base, change, scales)]
+    factor = factor_of(base.codec, _float(base), change, base.parts) if scales == "keep-change" else 1.0
+    blocks = [block for _, _, block in _blocks(base, change, scales, factor)]
     return {suffix: below([block[suffix] for block in blocks]) for suffix in blocks[0]}
 
 
@@ -101,22 +112,29 @@ def _halves(
     yield from zip(own, change.chunk(2), out.chunk(2), strict=True)
 
 
-def _in_place(base: Packed, change: Tensor, scales: Scales, out: Tensor) -> None:
-    """Q in W's own format."""
+def _float(base: Packed) -> Tensor:
+    return expand(base, None, torch.empty(base.shape[-2:], device=base.device))
+
+
+def _in_place(base: Packed, change: Tensor, scales: Scales, out: Tensor, factor: float) -> None:
+    """Q in W's own format. factor: c of keep-change."""
     codec = base.codec
-    if scales != "keep-change" and rounds(codec, change, out):
-        w = change.add_(expand(base, None, out))
-        requantize_int4(codec, w, out, base if scales == "keep" else None)
+    if rounds(codec, change, out):
+        if scales == "keep-change":
+            requantize_int4(codec, _float(base), out, base, change, factor)
+        else:
+            w = change.add_(expand(base, None, out))
+            requantize_int4(codec, w, out, base if scales == "keep" else None)
         return
-    for first, last, parts in _blocks(base, change, scales):
+    for first, last, parts in _blocks(base, change, scales, factor):
         out[first:last].copy_(codec.dequantize(parts))
 
 
-def _blocks(base: Packed, change: Tensor, scales: Scales) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
+def _blocks(
+    base: Packed, change: Tensor, scales: Scales, factor: float
+) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
     """(first row, last, their parts of Q)."""
-    codec, factor = base.codec, 1.0
-    if scales == "keep-change":
-        factor = factor_of(codec, base.dequantize().float(), change, base.parts)
+    codec = base.codec
     for first, last, parts in row_blocks(codec, change.shape, base.parts):
         w, delta = codec.dequantize(parts).float(), change[first:last]
         if scales == "keep-change":
