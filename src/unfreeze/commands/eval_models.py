@@ -13,6 +13,7 @@ from unfreeze.config.recipes import read_resolved
 from unfreeze.core.errors import CheckpointError, UserError
 from unfreeze.core.events import RESOLVED
 from unfreeze.generate.source import ModelSource, open_source, run_of
+from unfreeze.job.opening.source import open_as_trained
 
 if TYPE_CHECKING:
     import torch
@@ -78,11 +79,7 @@ def subjects_of(names: Sequence[str], base: str, dtype: str, say: Callable[[str]
     pairs: list[tuple[str, str]] = []
     notes: list[str] = []
     for name in names:
-        source, manifest = open_source(name, say, base if _has_adapter(name) else "")
-        if source.adapter is not None:
-            from unfreeze.compress.quantize.onload import as_trained
-
-            manifest = as_trained(manifest, source.adapter, say)
+        source, manifest = open_as_trained(name, say, base if _has_adapter(name) else "")
         own = Path(name).expanduser()
         run = run_of(own) if (run_of(own) / RESOLVED).is_file() else None
         model = Scored(name, source, manifest, digest_of(source, manifest, dtype), run)

@@ -31,6 +31,7 @@ from unfreeze.core.field import about
 from unfreeze.job.end.card import CARD, HUB_ID, hub_id, refuse_other_files, write_beside
 from unfreeze.job.end.push import check_push, push
 from unfreeze.job.opening.device import say
+from unfreeze.job.opening.source import open_as_trained
 from unfreeze.job.trained import TOKENIZER_FILES
 from unfreeze.models import ONLY_HERE
 from unfreeze.tracking.live import LoadProgress
@@ -111,8 +112,6 @@ def export(config: Config, common: Common) -> dict[str, Any]:
 
     -> path, pushed, for, layout, verified, dropped (names that the reader doesn't apply).
     """
-    from unfreeze.generate.source import open_source
-
     if config.read_by in GGUF:
         return export_gguf(config, common)
     if not Path(config.run).is_dir():
@@ -122,11 +121,7 @@ def export(config: Config, common: Common) -> dict[str, Any]:
         )
     if config.push:
         check_push(config.push, yes=config.yes, common=common)
-    source, manifest = open_source(config.run, say(common), config.base)
-    if source.adapter is not None:
-        from unfreeze.compress.quantize.onload import as_trained
-
-        manifest = as_trained(manifest, source.adapter, say(common))
+    source, manifest = open_as_trained(config.run, say(common), config.base)
     if (kind := manifest.config.get("model_type")) in ONLY_HERE:
         what = "it" if source.adapter is None else "the adapter"
         raise ConfigError(

@@ -12,6 +12,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.files import write_file
 from unfreeze.core.units import format_bytes
 from unfreeze.job.opening.device import say
+from unfreeze.job.opening.source import open_as_trained
 from unfreeze.tracking.live import LoadProgress
 
 if TYPE_CHECKING:
@@ -49,10 +50,9 @@ def export_gguf(config: Asked, common: Common) -> dict[str, Any]:
     """
     from unfreeze import models
     from unfreeze.compress.gguf.families import family_of, remarks, settings
-    from unfreeze.generate.source import open_source
 
     # first what no option can change, and without torch: at once
-    source, manifest = open_source(config.run, say(common), config.base)
+    source, manifest = open_as_trained(config.run, say(common), config.base)
     shape = models.shape(manifest.config)
     family = family_of(shape)
     if config.adapter_only and source.adapter is None:
@@ -69,10 +69,6 @@ def export_gguf(config: Asked, common: Common) -> dict[str, Any]:
     from unfreeze.compress.gguf.tensors import planned
     from unfreeze.compress.gguf.vocabulary import vocabulary_of
     from unfreeze.compress.gguf.weights import Weights
-    from unfreeze.compress.quantize.onload import as_trained
-
-    if source.adapter is not None:
-        manifest = as_trained(manifest, source.adapter, say(common))
 
     # refuse everything that can be refused before writing a byte
     model = models.meta_model(shape, manifest, torch.float32)

@@ -35,6 +35,7 @@ from unfreeze.core.torchrun import started
 from unfreeze.job.end.card import hub_id, license_of, usage
 from unfreeze.job.merge_aware import other_merge
 from unfreeze.job.opening.device import say
+from unfreeze.job.opening.source import open_as_trained
 from unfreeze.tracking.live import LoadProgress
 from unfreeze.untrusted.json_object import read_object
 
@@ -92,8 +93,6 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
 
     -> path, to, scales, modules, rounding (per group), gain (None: not_measured says why), carried.
     """
-    from unfreeze.generate.source import open_source
-
     run, processes = Path(config.run), started().size
     if processes > 1:
         raise ConfigError(
@@ -102,11 +101,7 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
         )
     if not run.is_dir():
         raise ConfigError(f"{run} is not a folder", next="give a run's folder (runs/<name>), or an adapter's")
-    source, manifest = open_source(config.run, say(common), config.base)
-    if source.adapter is not None:
-        from unfreeze.compress.quantize.onload import as_trained
-
-        manifest = as_trained(manifest, source.adapter, say(common))
+    source, manifest = open_as_trained(config.run, say(common), config.base)
     if better := of_an_earlier_step(run):
         say(common)(better)
     if source.adapter is None:

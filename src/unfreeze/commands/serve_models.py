@@ -17,6 +17,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import AdapterError, CheckpointError, ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.job.opening.device import pick_device, say
+from unfreeze.job.opening.source import open_as_trained
 from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
@@ -73,14 +74,8 @@ class Sources:
 
 def sources_of(config: Config, tell: Callable[[str], None]) -> Sources:
     """Resolve every source. Raises UserError: no such model, an adapter of another base, a name twice."""
-    from unfreeze.generate.source import open_source
-
     (first_name, first), *more = [named(source) for source in config.models]
-    opened, manifest = open_source(first, tell, config.base)
-    if opened.adapter is not None:
-        from unfreeze.compress.quantize.onload import as_trained
-
-        manifest = as_trained(manifest, opened.adapter, tell)
+    opened, manifest = open_as_trained(first, tell, config.base)
     places: dict[str, Path] = {}
     longer = longer_of(opened.adapter) if opened.adapter else None
     if opened.adapter is not None and not lora_alone(opened.adapter):
@@ -89,7 +84,7 @@ def sources_of(config: Config, tell: Callable[[str], None]) -> Sources:
                 f"{first} changes more of its base than LoRA does, so it is served by itself",
                 next=f"unfreeze serve {first}, or: unfreeze merge {first} --to bf16",
             )
-        return Sources(opened, manifest, config.name or first_name or model_name(first), longer, {}, "")
+        return Sources(opened, manifest, config.name or first_name or model_name(first), longer, {})
     base = replace(opened, adapter=None)
     whole = Path(opened.base)
     name = whole.parent.name if whole.name == "model" else whole.name

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from unfreeze.config.adapter import packed_as
 from unfreeze.core.command import Common
 from unfreeze.core.garbage import take_up
+from unfreeze.job.opening.source import open_as_trained
 from unfreeze.tracking.live import LoadProgress
 
 if TYPE_CHECKING:
@@ -83,14 +83,8 @@ def say(common: Common) -> Callable[[str], None]:
 
 def load_shown(source: str, dtype: str, device: str, common: Common, base: str = "") -> Model:
     """unfreeze.load with a progress bar for the weights and a line for a download."""
-    from unfreeze.generate.source import open_source
-
-    opened, manifest = open_source(source, say(common), base)
+    opened, manifest = open_as_trained(source, say(common), base)
     place = pick_device(device)
-    if opened.adapter is not None and packed_as(opened.adapter) is not None:
-        from unfreeze.compress.quantize.onload import as_trained
-
-        manifest = as_trained(manifest, opened.adapter, say(common))
 
     from unfreeze.generate.model import load_opened
     from unfreeze.generate.open import dtype_of
