@@ -95,8 +95,8 @@ def weights(model) -> dict[str, torch.Tensor]:
     used = {}
     for site in sites(model):
         if isinstance(site.adapter, RoundedLowRank):
-            base = site.owner.weight if site.owner.codec is None else site.owner.packed
-            used[site.name] = site.adapter.merged(base, torch.float32).detach()
+            assert site.owner.dtype == torch.float32
+            used[site.name] = site.adapter.matrix(site.owner).detach()
         elif isinstance(site.adapter, RoundedExperts):
             for name, stack in zip(
                 (site.owner.first, "down_proj"), site.adapter.merged(site.owner), strict=True

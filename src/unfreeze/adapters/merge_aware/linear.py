@@ -52,9 +52,11 @@ class RoundedLowRank(LowRank, KeptAdapter):
 
         return self.codes.get((self.A, self.B), (self.scale,), compute)
 
-    def merged(self, base: Tensor | Packed, dtype: torch.dtype) -> Tensor:
-        """Ŵ [out, in]."""
-        return _merged(base, self.A, self.B, self.scale, self.rounding, dtype)
+    def matrix(self, linear: Linear) -> Tensor:
+        """Ŵ [out, in] in the layer's dtype (models/blocks/linear.py: WithMatrix)."""
+        if (packed := self.kept(linear)) is not None:
+            return packed.dequantize().to(linear.dtype)
+        return _merged(_base(linear), self.A, self.B, self.scale, self.rounding, linear.dtype)
 
 
 def _base(linear: Linear) -> Tensor | Packed:
