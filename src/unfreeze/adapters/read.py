@@ -9,7 +9,6 @@ import math
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,23 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.adapters.attach import Site, sites
+from unfreeze.adapters.beside import Beside, split_beside
 from unfreeze.adapters.decode import Decoded, decode
 from unfreeze.adapters.dora import Dora
-from unfreeze.adapters.embeddings import (
-    TABLE,
-    EmbeddingLowRank,
-    decoded_embeddings,
-    embedding_adapter,
-    put_embeddings,
-    split_embeddings,
-    without_base,
-)
+from unfreeze.adapters.embeddings import embedding_adapter, put_embeddings
 from unfreeze.adapters.files import read_files
 from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.names import excluded
-from unfreeze.adapters.tokens import decoded_rows, fill_rows, load_rows, split_rows
-from unfreeze.adapters.whole import WholeWeights, decoded_whole, fill_whole, put_on, split_off, wholes
+from unfreeze.adapters.tokens import fill_rows, load_rows
+from unfreeze.adapters.whole import WholeWeights, fill_whole, put_on, wholes
 from unfreeze.core.errors import AdapterError
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.linear import Linear
@@ -50,8 +42,8 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
     Raises AdapterError: folder or field missing, another adapter type, unknown, missing or mismatched tensors
     (counted, the first named). Warns if the file has the swapped dimensions of peft 0.18.
     """
-    read = _decoded(model, Path(directory))
-    decoded, whole, rows, table = read.lora, read.whole, read.rows, read.embeddings
+    decoded, beside = _decoded(model, Path(directory))
+    whole, rows, table = beside.whole, beside.rows, beside.embeddings
     present, own = {site.name: site.adapter for site in sites(model)}, wholes(model)
     if present:
         _check_same(decoded, present, Path(directory))
@@ -94,50 +86,25 @@ def read_adapter(model: nn.Module, directory: str | Path) -> dict[str, LowRank |
 
     Raises and warns as `load_adapter` does for a model without adapters.
     """
-    read = _decoded(model, Path(directory))
-    other = [*read.whole, *read.rows, *(() if read.embeddings is None else (TABLE,))]
-    if other:
+    decoded, beside = _decoded(model, Path(directory))
+    if other := beside.modules:
         raise AdapterError(
             f"{directory}: {len(other)} modules train in another way beside LoRA, first {other[0]}: several"
             " adapters at once are LoRA alone",
             next=f"load it by itself, or: unfreeze merge {directory} --to bf16",
         )
-    return _fill(_shells(read.lora), read.lora)
+    return _fill(_shells(decoded), decoded)
 
 
-@dataclass
-class _Read:
-    """The contents of a file, decoded.
-
-    lora        factors by site
-    whole       weights of modules that trained fully, by module and name
-    rows        (ids, rows) of tokens that trained alone, by module
-    embeddings  the adapter of the embeddings
-    """
-
-    lora: dict[str, Decoded]
-    whole: dict[str, dict[str, Tensor]]
-    rows: dict[str, tuple[list[int], Tensor]]
-    embeddings: EmbeddingLowRank | None
-
-
-def _decoded(model: nn.Module, directory: Path) -> _Read:
+def _decoded(model: nn.Module, directory: Path) -> tuple[dict[str, Decoded], Beside]:
     config, tensors = read_files(directory)
-    others, of_tokens = split_rows(config, tensors)
-    others, of_embeddings = split_embeddings(without_base(model, others))
-    factors, apart = split_off(config, others)
-    read = _Read(
-        decode(model, config, factors),
-        decoded_whole(model, config, apart),
-        decoded_rows(cast(Decoder, model), config, of_tokens),
-        decoded_embeddings(model, config, of_embeddings),
-    )
-    table = () if read.embeddings is None else (TABLE,)
-    places = [*read.lora, *read.whole, *read.rows, *table]
+    factors, beside = split_beside(cast(Decoder, model), config, tensors)
+    lora = decode(model, config, factors)
+    places = [*lora, *beside.modules]
     if twice := [name for name in places if places.count(name) > 1]:
         raise AdapterError(f"{directory}: {twice[0]} is adapted and trains in another way too")
-    _warn_of_lost_layers(model, config, read.lora, directory)
-    return read
+    _warn_of_lost_layers(model, config, lora, directory)
+    return lora, beside
 
 
 @torch.no_grad()

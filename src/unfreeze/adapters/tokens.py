@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unfreeze.adapters.embeddings import TABLE
 from unfreeze.adapters.names import ours, theirs
 from unfreeze.checkpoint import nested
 from unfreeze.core.errors import AdapterError
@@ -25,7 +26,7 @@ from unfreeze.models.blocks.linear import Linear, WholeAdapter
 from unfreeze.models.blocks.saved import Skip
 from unfreeze.models.vocabulary import grow_vocabulary, mean_rows, refuse_vocabulary
 
-TABLE, HEAD = "model.embed_tokens", "lm_head"
+HEAD = "lm_head"
 LEAF = "token_adapter.trainable_tokens_delta"
 """End of peft's name of the rows."""
 
@@ -70,6 +71,14 @@ def token_rows(model: nn.Module) -> dict[str, TokenRows]:
     return rows
 
 
+def _each_once(model: nn.Module) -> dict[str, TokenRows]:
+    """As `token_rows`, a tied head's only under the embeddings."""
+    once: dict[int, tuple[str, TokenRows]] = {}
+    for name, own in token_rows(model).items():
+        once.setdefault(id(own), (name, own))
+    return dict(once.values())
+
+
 def train_new_tokens(
     model: Decoder, ids: Sequence[int], parts: tuple[tuple[int, ...], ...], size: int
 ) -> None:
@@ -94,10 +103,9 @@ def train_new_tokens(
 def put_rows(model: Decoder, rows: Mapping[str, tuple[Sequence[int], Tensor]]) -> None:
     """Attach rows by module name; a tied head shares those of the embeddings."""
     table, head = model.model.embed_tokens, model.lm_head
-    for name, module in (("table", table), ("head", head)):
-        key = TABLE if name == "table" else HEAD
-        if key in rows:
-            ids, values = rows[key]
+    for name, module in ((TABLE, table), (HEAD, head)):
+        if name in rows:
+            ids, values = rows[name]
             own = TokenRows(ids, values.to(model.device), model.shape.vocab_size)
             setattr(module, "adapter", own)  # noqa: B010  an Embedding's or a Linear's
     if model.shape.tied and isinstance(table.adapter, TokenRows):
@@ -122,9 +130,7 @@ def _refuse_taken(model: Decoder) -> None:
 # --- files
 
 
-def split_rows(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def split_rows(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(other tensors, those of trainable_token_indices by our or transformers' module name) of a file."""
     ends = f".{LEAF}"
     rows = {name.removesuffix(ends): tensor for name, tensor in tensors.items() if name.endswith(ends)}
@@ -201,19 +207,13 @@ def fill_rows(model: nn.Module, rows: Mapping[str, tuple[Sequence[int], Tensor]]
 
 def entries_of_rows(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(transformers' name, float32 rows) of the rows that train."""
-    seen: set[int] = set()
-    for name, own in token_rows(model).items():
-        if id(own) not in seen:
-            yield theirs(model, f"{name}.{LEAF}"), own.rows.detach().float().contiguous()
-        seen.add(id(own))
+    for name, own in _each_once(model).items():
+        yield theirs(model, f"{name}.{LEAF}"), own.rows.detach().float().contiguous()
 
 
 def indices_to_save(model: nn.Module) -> dict[str, list[int]] | None:
     """trainable_token_indices for adapter_config.json; peft ties the head to the embeddings by itself."""
-    named: dict[str, list[int]] = {}
-    seen: set[int] = set()
-    for name, own in token_rows(model).items():
-        if id(own) not in seen:
-            named[theirs(model, name).rsplit(".", 1)[-1]] = own.ids.tolist()
-        seen.add(id(own))
+    named = {
+        theirs(model, name).rsplit(".", 1)[-1]: own.ids.tolist() for name, own in _each_once(model).items()
+    }
     return named or None

@@ -69,7 +69,7 @@ def verify_adapter(
     fully must be equal to the bit. Raises AdapterError that counts the differences and names the first.
     """
     config, tensors = files or read_files(Path(directory))
-    others, of_tokens = split_rows(config, tensors)
+    others, of_tokens = split_rows(tensors)
     others, of_embeddings = split_embeddings(others)
     tensors, whole = split_off(config, others)
     whole |= of_embeddings

@@ -17,11 +17,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from unfreeze.adapters.beside import split_beside
 from unfreeze.adapters.decode import Decoded, decode
-from unfreeze.adapters.embeddings import EmbeddingLowRank, decoded_embeddings, split_embeddings, without_base
+from unfreeze.adapters.embeddings import EmbeddingLowRank
 from unfreeze.adapters.files import read_files
-from unfreeze.adapters.tokens import decoded_rows, split_rows
-from unfreeze.adapters.whole import decoded_whole, split_off
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
@@ -82,17 +81,11 @@ class Deltas:
     def __init__(self, model: Decoder, folder: Path):
         self._model = model
         self._config, tensors = read_files(folder)
-        others, of_tokens = split_rows(self._config, tensors)
-        others, of_embeddings = split_embeddings(without_base(model, others))
-        self.embeddings = decoded_embeddings(model, self._config, of_embeddings)
-        tensors, apart = split_off(self._config, others)
-        self.rows = {
-            f"{name}.weight": rows for name, rows in decoded_rows(model, self._config, of_tokens).items()
-        }
+        tensors, beside = split_beside(model, self._config, tensors)
+        self.embeddings = beside.embeddings
+        self.rows = {f"{name}.weight": rows for name, rows in beside.rows.items()}
         self.whole: dict[str, Tensor] = {
-            f"{name}.{leaf}": tensor
-            for name, own in decoded_whole(model, self._config, apart).items()
-            for leaf, tensor in own.items()
+            f"{name}.{leaf}": tensor for name, own in beside.whole.items() for leaf, tensor in own.items()
         }
         _refuse_untied(model, self.whole, folder)
         self._layers: dict[str, dict[str, Tensor]] = {}
@@ -113,7 +106,7 @@ class Deltas:
     def of(self, place: MatrixPlace, weight: Tensor | None = None) -> Tensor:
         """ΔW float32 [out, in], with rows as in the base's weight.
 
-        weight: W, of which DoRA's ΔW = W' − W depends.
+        weight: W, on which DoRA's ΔW = W' − W depends.
         """
         decoded, owner = self._decoded(place.site), self._owner(place.site)
         state, e = decoded.state, place.expert
