@@ -28,14 +28,13 @@ from unfreeze.checkpoint.tensors import TORCH_DTYPE, stored_tensor
 from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError
 from unfreeze.quant.codec import Codec, Texted
-from unfreeze.quant.kept import by_rows
+from unfreeze.quant.requantize import below, rows_at_once
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint.manifest import Manifest, TensorInfo
     from unfreeze.checkpoint.resolve import Placement
 
-ROWS_AT_ONCE = 2**19  # weights of a matrix that are rounded at a time, as in compress/rounding.py
-COPIES = 9  # float32 copies of these that rounding holds at once; NF4 has the most, 8.0 measured
+COPIES = 9  # float32 copies of the rows that are rounded at a time, at most; NF4 has 8.0 of them, measured
 
 Round = Callable[[Tensor, Codec, str], dict[str, Tensor]]
 """(W float32 [out, in], codec, its module's name on disk) -> suffix -> part."""
@@ -99,7 +98,7 @@ class PackedFrom:
         blocks = [
             self._rounded(matrix[first : first + step], module) for first in range(0, len(matrix), step)
         ]
-        return {suffix: _below([block[suffix] for block in blocks]) for suffix in blocks[0]}
+        return {suffix: below([block[suffix] for block in blocks]) for suffix in blocks[0]}
 
     def _rounded(self, rows: Tensor, module: str) -> dict[str, Tensor]:
         try:
@@ -130,14 +129,6 @@ class OnLoad:
     def command(self) -> str:
         """The command that writes the packed release."""
         return f"unfreeze quantize {self.released.path} --to {self.format} --modules {' '.join(self.modules)}"
-
-
-def rows_at_once(codec: Codec, out_features: int, in_features: int) -> int:
-    """Rows of a matrix that are rounded at a time: all of them if one scale covers all."""
-    if not by_rows(codec):
-        return out_features
-    at = int(getattr(codec, "rows_at", 1))
-    return max(1, ROWS_AT_ONCE // (in_features * at)) * at
 
 
 def packing_bytes(manifest: Manifest) -> int:
@@ -222,8 +213,3 @@ def matrix_of(info: TensorInfo, expert: int) -> TensorInfo:
 def _packing(placement: Placement) -> PackedFrom:
     assert placement.info.packed_from is not None
     return placement.info.packed_from
-
-
-def _below(blocks: list[Tensor]) -> Tensor:
-    """Tensors concatenated by rows, for any dtype."""
-    return torch.cat([block.contiguous().view(torch.uint8) for block in blocks]).view(blocks[0].dtype)

@@ -31,16 +31,23 @@ def requantized(
     return kept(codec, weight, stored, fresh)[0] if scales == "keep" else fresh
 
 
+def rows_at_once(codec: Codec, rows: int, columns: int) -> int:
+    """Rows of a matrix that are rounded at a time: some 2^19 weights; all of them if one scale covers all."""
+    if not by_rows(codec):
+        return rows
+    at = codec.rows_at if isinstance(codec, ByRows) else 1
+    return max(1, BLOCK // (columns * at)) * at
+
+
 def row_blocks(
     codec: Codec, shape: Sequence[int], stored: Mapping[str, Tensor]
 ) -> Iterator[tuple[int, int, Mapping[str, Tensor]]]:
     """(first row, last, their parts), of some 2^19 weights; all rows if one scale covers all."""
     rows, columns = shape
-    at = codec.rows_at if isinstance(codec, ByRows) else 1
     if not by_rows(codec) or not isinstance(codec, (ByRows, Int4)):
         yield 0, rows, stored
         return
-    step = max(1, BLOCK // (columns * at)) * at
+    step = rows_at_once(codec, rows, columns)
     for first in range(0, rows, step):
         last = min(first + step, rows)
         if isinstance(codec, ByRows):

@@ -115,7 +115,7 @@ def test_what_is_on_disk_has_the_planned_dtypes_and_shapes(to):
 def test_rows_at_a_time_give_the_bytes_of_the_whole_matrix(to, monkeypatch):
     weight = torch.randn(37, 96, generator=torch.Generator().manual_seed(1))
     whole = written(to, weight)
-    monkeypatch.setattr("unfreeze.compress.quantize.formats.BLOCK", 500)  # 5 rows
+    monkeypatch.setattr("unfreeze.quant.requantize.BLOCK", 500)  # 5 rows
     assert differences(written(to, weight), whole) == []
 
 

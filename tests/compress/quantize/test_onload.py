@@ -113,13 +113,15 @@ def test_a_matrix_in_blocks_of_rows_is_the_same_and_a_wrong_block_is_seen(
 ) -> None:
     """The control arm: rows of a block that are rounded with another's scales are not the folder's."""
     wanted = {to: loaded(written("moe", to, ("all-linear",))) for to in ("int4", "fp8", "int8", "mxfp4")}
-    monkeypatch.setattr(packing, "ROWS_AT_ONCE", 3 * 64)
+    monkeypatch.setattr("unfreeze.quant.requantize.BLOCK", 3 * 64)
     for to, tensors in wanted.items():
         assert loaded(packed_on_load(open_checkpoint(folders["moe"]), to, ("all-linear",))) == tensors, to
-    monkeypatch.setattr(packing, "by_rows", lambda codec: True)  # NVFP4 has one scale for a whole matrix
+    whole = loaded(written("moe", "nvfp4", ("all-linear",)))
+    # NVFP4 has one scale for a whole matrix
+    monkeypatch.setattr("unfreeze.quant.requantize.by_rows", lambda codec: True)
     packed = packed_on_load(open_checkpoint(folders["moe"]), "nvfp4", ("all-linear",))
     with pytest.raises((RuntimeError, AssertionError)):
-        assert loaded(packed) == loaded(written("moe", "nvfp4", ("all-linear",)))
+        assert loaded(packed) == whole
 
 
 def test_another_rounding_is_seen(folders, written, monkeypatch) -> None:

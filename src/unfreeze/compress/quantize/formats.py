@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.quant.bitsandbytes import Bits4
-from unfreeze.quant.codec import ByRows, Codec, Part, Texted, finite
+from unfreeze.quant.codec import Codec, Part, Texted, finite
 from unfreeze.quant.fp8_scaled import Fp8Scaled
 from unfreeze.quant.int4 import Int4
 from unfreeze.quant.integers import ROW, Integers
-from unfreeze.quant.kept import by_rows, refitted
+from unfreeze.quant.kept import refitted
 from unfreeze.quant.mxfp4 import BLOCKS, Mxfp4
 from unfreeze.quant.nvfp4 import Nvfp4
+from unfreeze.quant.requantize import below, rows_at_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,8 +44,6 @@ MODULES = ("experts", "all-linear", "lm_head")
 LEFT = frozenset(("lm_head", "router", "embeddings", "norms", "indexer", "hyper_connections"))
 """Groups (models/groups.py) that all-linear leaves as they are."""
 
-BLOCK = 2**19  # weights rounded at a time: INT4 of [2048, 7168] takes 0.07 core-seconds so, 0.31 in one piece
-
 Round = Callable[["Tensor", Codec, str], "dict[str, Tensor]"]
 """(W float32 [out, in], codec, name) -> suffix -> part, as `codec.parts` has them.
 
@@ -61,19 +60,11 @@ def nearest(weight: Tensor, codec: Codec, name: str) -> dict[str, Tensor]:
     dtype, the codes are those of the rounded scale. Raises CheckpointError for a weight that is not finite,
     ConfigError for a shape that the format lacks.
     """
-    import torch
-
     finite(weight)
-    parts, columns = codec.parts(*weight.shape), weight.shape[1]
-    if not by_rows(codec):
-        return _nearest(weight, codec, parts)
-    at = codec.rows_at if isinstance(codec, ByRows) else 1
-    step = max(1, BLOCK // (columns * at)) * at
+    parts = codec.parts(*weight.shape)
+    step = rows_at_once(codec, *weight.shape)
     blocks = [_nearest(rows, codec, parts) for rows in weight.split(step)]
-    if len(blocks) == 1:
-        return blocks[0]
-    bytes_of = {suffix: [block[suffix].view(torch.uint8) for block in blocks] for suffix in parts}
-    return {suffix: torch.cat(rows).view(blocks[0][suffix].dtype) for suffix, rows in bytes_of.items()}
+    return {suffix: below([block[suffix] for block in blocks]) for suffix in blocks[0]}
 
 
 def _nearest(weight: Tensor, codec: Codec, parts: Mapping[str, Part]) -> dict[str, Tensor]:
