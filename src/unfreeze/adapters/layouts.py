@@ -49,11 +49,6 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.targets import REWRITTEN, candidates
 
-# REWRITTEN: in an MoE model, peft 0.21 with transformers 5 takes target_modules that end in these names for
-# the routed experts, doubles their rank and skips the dense and shared MLPs
-# (peft/utils/transformers_weight_conversion.py). Targeting the weight as a parameter gives the same tensors
-# under the same names, and peft does not rewrite it.
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -306,6 +301,7 @@ def _peft_entries(adapted: list[Site], model: nn.Module) -> list[Entry]:
     for site in adapted:
         adapter = site.adapter
         if isinstance(adapter, LowRank):
+            # the same tensors under the same names, and peft does not rewrite a parameter
             as_parameter = has_experts and site.name.endswith(REWRITTEN)
             target = f"{site.name}.weight" if as_parameter else site.name
             m = adapter.m if isinstance(adapter, Dora) else None

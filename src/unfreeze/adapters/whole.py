@@ -57,7 +57,7 @@ def train_too(model: nn.Module, patterns: Sequence[str]) -> dict[str, WholeWeigh
 
 
 def modules_named(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """`chosen_modules`, by our names or transformers'; a model with adapters must not have them there."""
+    """`chosen_modules`, by our names or transformers'; {} without patterns."""
     return chosen_modules(model, patterns, lambda name: theirs(model, name)) if patterns else {}
 
 

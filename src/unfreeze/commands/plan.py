@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 HERE = "this machine"
 DOES_NOT_FIT = 2
 
-FEWEST_BITS = 16 / 4
-"""A base in bf16 is at most so many times larger than packed: beyond, its packing need not be counted."""
+PACKED_RATIO = 16 / 4
+"""Bits of bf16 by bits of INT4: a base of this many times the memory does not fit packed either."""
 
 
 class Config(Frozen):
@@ -319,7 +319,7 @@ def _instead(
         words = f"--train adapters --lora.rank {config.lora.rank}"
         fewer = [f"--train adapters {line}" for line in proposals(*with_adapters_only)[:1]]
         fitting = (if_it_fits(words, *with_adapters_only) or fewer) + fitting
-    elif config.train == "adapters" and not counts.packed and sizes.base < FEWEST_BITS * _room(machine):
+    elif config.train == "adapters" and not counts.packed and sizes.base < PACKED_RATIO * _room(machine):
         with suppress(UserError):  # a model that cannot be packed so
             in_int4, theirs, smaller = _measured(config, machine, opened.packed("int4", ()))
             fitting = if_it_fits("--quantize int4", in_int4, theirs, machine, smaller) + fitting

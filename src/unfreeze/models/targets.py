@@ -14,8 +14,11 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.groups import INDEXER, group_of
 
-# peft takes target_modules of a mixture that end in these names for its routed experts (adapters/layouts.py)
+# In a mixture, peft 0.21 with transformers 5 takes target_modules that end in these names for the routed
+# experts, doubles their rank and skips the dense and shared MLPs
+# (peft/utils/transformers_weight_conversion.py).
 REWRITTEN = ("gate_proj", "up_proj", "down_proj")
+EMBEDDINGS = ("embed_tokens", "model.embed_tokens")
 NAMED_TARGETS = ("all-linear", "experts", "attention", "mlp", "shared_experts", INDEXER)
 
 
@@ -35,9 +38,6 @@ class TargetCandidate:
             if isinstance(self.owner, Linear)
             else (f"{self.name}.{self.owner.first}", f"{self.name}.down_proj")
         )
-
-
-EMBEDDINGS = ("embed_tokens", "model.embed_tokens")
 
 
 def names_embeddings(targets: Sequence[str]) -> bool:

@@ -120,7 +120,7 @@ FAULTS = [
     (r"Pointer (.*) does not exist", r"$ref: there is no {1} in it"),
     (r"Unsatisfiable schema: (.*)", r"nothing can fit it: {1}"),
 ]
-"""What the library says, and how it is told to a client."""
+"""(a message of the library, as a pattern; its words for a client)."""
 
 
 def plain_fault(error: str) -> str:

@@ -23,7 +23,7 @@ from unfreeze.quant.mxfp4 import Mxfp4
 from unfreeze.quant.nvfp4 import GROUP as NV_GROUP
 
 INSIDE = ("language_model.model.", "model.language_model.")
-"""How names of a language model begin in files of Gemma 3, Mistral 3, Kimi-K2.5, and in transformers 5."""
+"""Prefixes of a language model's names: in files of Gemma 3, Mistral 3, Kimi-K2.5, and in transformers 5."""
 NOT_IN_TRANSFORMERS = frozenset("deepseek_v4 kimi_linear mistral4 nanochat qwen3_vl_moe_text".split())
 """Families whose quantized weights transformers 5.23 does not load, or misreads (a renamed module, experts
 that it leaves at random); held in tests/models/test_family_quantized.py."""
