@@ -36,6 +36,7 @@ from unfreeze.job.end.card import hub_id, license_of, usage
 from unfreeze.job.merge_aware import other_merge
 from unfreeze.job.opening.device import say
 from unfreeze.job.opening.source import open_as_trained
+from unfreeze.quant.requantize import Scales
 from unfreeze.tracking.live import LoadProgress
 from unfreeze.untrusted.json_object import read_object
 
@@ -58,7 +59,7 @@ class Config(Frozen):
         default="same", description="the format to write: the base's own, bfloat16, or Kimi-K2's INT4"
     )
     out: Folder = Field(default="", description="folder to write; default RUN/merged-<to>")
-    scales: Literal["refit", "keep", "keep-change"] = Field(
+    scales: Scales = Field(
         default="refit",
         description=(
             "scales of a quantized weight. refit: recomputed for W + ΔW; keep: the published ones where"

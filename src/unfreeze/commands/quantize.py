@@ -11,14 +11,16 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 from tyro.conf import Positional, arg
 
 from unfreeze.commands import quantize_rows
+from unfreeze.commands.quantize_rows import name
 from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
+from unfreeze.config.sft import PackedFormat, PackedModules
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.field import about
@@ -46,11 +48,11 @@ class Config(Frozen):
     model: Annotated[ModelName, Positional, arg(metavar="MODEL")] = Field(
         description="checkpoint folder in bf16, or Hugging Face id org/name"
     )
-    to: Literal["int4", "int8", "fp8", "mxfp4", "nvfp4", "nf4"] = Field(
+    to: PackedFormat = Field(
         description="the format to write: Kimi-K2's INT4, INT8, FP8, MXFP4, NVFP4, or bitsandbytes' NF4"
     )
     out: Folder = Field(description="folder to write")
-    modules: tuple[Literal["experts", "all-linear", "lm_head"], ...] = Field(
+    modules: tuple[PackedModules, ...] = Field(
         default=(),
         description=(
             "what to quantize: experts (the routed ones; default of a mixture), all-linear (default of a"
@@ -192,11 +194,6 @@ def sentences(result: dict[str, Any], work: MergeWork) -> Iterator[str]:
     path = result["path"]
     train = f"unfreeze sft --model {path} --data FILE"
     yield f"wrote {path}. To talk with it: unfreeze chat {path}; to train it: {train}"
-
-
-def name(group: str) -> str:
-    """A group of weights in words."""
-    return "head" if group == "lm_head" else group.replace("_", " ")
 
 
 def reader(to: str, work: MergeWork) -> str:

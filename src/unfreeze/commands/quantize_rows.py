@@ -198,7 +198,7 @@ def results(
 def sentences(result: dict[str, Any]) -> Iterator[str]:
     """Matrices by their rounding; perplexity and KL before and after."""
     if (own := result["calibrated"]) is not None:
-        groups = (f"{group.replace('_', ' ')} {words(tally)}" for group, tally in own["groups"].items())
+        groups = (f"{name(group)} {words(tally)}" for group, tally in own["groups"].items())
         yield f"Corrected on {own['tokens']:,} tokens: {'; '.join(groups)}"
     if (own := result["measured"]) is not None:
         before, after, nearest = own["original"], own["written"], own["nearest"]
@@ -212,6 +212,11 @@ def sentences(result: dict[str, Any]) -> Iterator[str]:
             f"KL to the original: {kl(after)} nats per token{plain}; the most likely token is the same at"
             f" {100 * after['agree']:.1f} %"
         )
+
+
+def name(group: str) -> str:
+    """A group of weights in words."""
+    return "head" if group == "lm_head" else group.replace("_", " ")
 
 
 def words(tally: dict[str, Any]) -> str:
@@ -239,7 +244,7 @@ def card(result: dict[str, Any]) -> list[str]:
     if (own := result["calibrated"]) is not None:
         lines += [f"The rounding was corrected (GPTQ, arXiv:2210.17323) on {own['tokens']:,} tokens."]
         for group, tally in own["groups"].items():
-            lines += [f"- {group.replace('_', ' ')}: {words(tally)}"]
+            lines += [f"- {name(group)}: {words(tally)}"]
         lines += [""]
     if (own := result["measured"]) is not None:
         lines += [
