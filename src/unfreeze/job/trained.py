@@ -15,7 +15,6 @@ from unfreeze.checkpoint.beside import files_beside
 from unfreeze.config.adapter import INDEX, adapter_folder
 from unfreeze.config.training import portable
 from unfreeze.core.errors import AdapterError, ConfigError
-from unfreeze.core.layout import Layout
 from unfreeze.core.units import format_bytes, format_count
 from unfreeze.job import merge_aware
 from unfreeze.job.end.card import write_beside

@@ -27,9 +27,6 @@ from unfreeze.models.blocks.passes import PackedPass
 from unfreeze.models.layer import Layer
 from unfreeze.parallel.placement.place import hand_over
 
-Told = Callable[[int, int], None]
-"""(layers done, layers in all)"""
-
 
 @dataclass
 class State:
@@ -136,10 +133,7 @@ def through(layer: Layer, states: Sequence[State]) -> None:
 
 
 def hidden_states(
-    layers: Layers,
-    batches: Sequence[Batch],
-    change: Callable[[Layer, int], None] | None = None,
-    progress: Told | None = None,
+    layers: Layers, batches: Sequence[Batch], change: Callable[[Layer, int], None] | None = None
 ) -> list[Tensor]:
     """The states that the head reads, [T, D] for each batch.
 
@@ -151,8 +145,6 @@ def hidden_states(
             if change is not None:
                 change(layer, index)
             through(layer, states)
-        if progress is not None:
-            progress(index + 1, len(layers))
     return layers.last(states)
 
 
