@@ -11,7 +11,6 @@ T tokens, D model width, V vocabulary, R rank.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unfreeze.adapters.lora import generator_of
 from unfreeze.adapters.names import ours, theirs
 from unfreeze.checkpoint import nested
 from unfreeze.config.adapter import rank_and_scale
@@ -64,9 +64,7 @@ def attach_embeddings(model: nn.Module, config: LoraConfig, seed: int, device: t
     table = model.get_submodule(TABLE)
     assert isinstance(table, Embedding)
     vocabulary, width = table.weight.shape
-    digest = hashlib.sha256(f"{seed}:{TABLE}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    B_DR = torch.randn(width, config.rank, generator=generator).to(device)
+    B_DR = torch.randn(width, config.rank, generator=generator_of(f"{seed}:{TABLE}")).to(device)
     A_RV = torch.zeros(config.rank, vocabulary, device=device)
     table.adapter = EmbeddingLowRank(A_RV, B_DR, config.scale_of("embeddings"))
 

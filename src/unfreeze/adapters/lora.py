@@ -160,6 +160,12 @@ class ExpertLowRank(nn.Module):
         )
 
 
+def generator_of(text: str) -> torch.Generator:
+    """A generator on the host, seeded with the first 63 bits of a text's SHA-256."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
 def _draw(A: Tensor, seed: int, parts: Sequence[tuple[str, Any]]) -> None:
     """kaiming_uniform(a = sqrt 5) in each part of A (its name, its index), from a generator of (seed, name).
 
@@ -169,9 +175,7 @@ def _draw(A: Tensor, seed: int, parts: Sequence[tuple[str, Any]]) -> None:
 
     def fill(part: tuple[str, Any], _: int) -> None:
         name, index = part
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        nn.init.kaiming_uniform_(host[index], a=math.sqrt(5), generator=generator)
+        nn.init.kaiming_uniform_(host[index], a=math.sqrt(5), generator=generator_of(f"{seed}:{name}"))
 
     cores = min(torch.get_num_threads(), max(1, A.numel() // NUMBERS_PER_CORE))
     spread([parts[core::cores] for core in range(cores)], fill)

@@ -11,14 +11,13 @@ Source: Meng et al. 2024, arXiv:2404.02948; the fast SVD: Halko et al. 2011, arX
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from unfreeze.adapters.lora import ExpertLowRank, LowRank, Start
+from unfreeze.adapters.lora import ExpertLowRank, LowRank, Start, generator_of
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
@@ -121,9 +120,8 @@ def principal(
 
 def _fast(W: Tensor, rank: int, rounds: int, name: str) -> tuple[Tensor, Tensor, Tensor]:
     """The first singular values of W, from its product with a random matrix and `rounds` power iterations."""
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
     columns = min(rank + MORE, *W.shape)
-    drawn = torch.randn(W.shape[1], columns, generator=torch.Generator().manual_seed(seed)).to(W.device)
+    drawn = torch.randn(W.shape[1], columns, generator=generator_of(name)).to(W.device)
     Q = torch.linalg.qr(W @ drawn).Q
     for _ in range(rounds):
         Q = torch.linalg.qr(W @ torch.linalg.qr(W.t() @ Q).Q).Q
