@@ -195,3 +195,12 @@ def test_what_does_not_fit_is_refused_before_any_work(folders, tmp_path, capsys,
     code, said, _ = run(capsys, *words)
     assert code == 2 and "disk: 3 files take" in said  # two layers, and the result's
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.calibration").exists()
+
+
+@pytest.mark.parametrize("flag", ["--calibrate", "--measure"])
+def test_an_empty_file_is_refused_without_a_flag_that_quantize_lacks(flag, folders, tmp_path, capsys):
+    (empty := tmp_path / "empty.jsonl").touch()
+    code, words, _ = run(capsys, folders["llama"], "--to", "int4", "--out", tmp_path / "out", flag, empty)
+    assert code == 2 and "empty.jsonl: no rows; the file is empty" in words
+    assert "next: give a file with rows" in words and "--data" not in words
+    assert not (tmp_path / "out").exists()

@@ -134,3 +134,8 @@ def test_every_synonym_names_a_field_that_exists_and_shadows_none():
 def test_likeness_only_where_the_word_is_near(capsys):
     assert cli.main(["kernles"]) == 2 and "nearest: 'kernels'" in capsys.readouterr().err
     assert cli.main(["zebra"]) == 2 and "nearest" not in capsys.readouterr().err
+
+
+def test_a_choice_that_means_unset_is_not_shown_as_an_empty_word():
+    text = said("sft", "--help-all")
+    assert "--merge-aware same|int4|" in text and " |" not in text

@@ -130,7 +130,7 @@ def test_nothing_left_says_each_reason_once_and_what_to_do(encoded):
     )
     with pytest.raises(DataError, match="the file is empty") as error:
         encoded([])
-    assert "give --data a file with rows" in error.value.next
+    assert "give a file with rows, such as" in error.value.next
 
 
 def test_labels_that_are_all_the_same_are_said(encoded):

@@ -113,6 +113,13 @@ def logits_of(model, ids):
         return model(torch.tensor([ids])).logits[0]
 
 
+def test_the_plan_names_the_new_tokens_and_an_export_that_works(run):
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    plan = next(event for event in events if event["kind"] == "plan")
+    assert "rank 2 on all-linear and 3 new tokens, " in " ".join(plan["start"])
+    assert plan["export_for"] == "peft" and "unfreeze merge RUN --to bf16" in plan["export_note"]
+
+
 def test_a_new_token_is_one_id_here_and_in_transformers(base, run):
     ours, theirs = (
         load_tokenizer(run / "tokenizer"),

@@ -133,9 +133,11 @@ def write_files(
                 progress(min(written, total), total)
 
         for file in left:
+            whole = written + file_bytes(file.parts)
             with Shard(out / file.name, file.parts) as shard:
                 more = write(file, shard, advance)
                 size, digest = shard.close()
+            advance(whole - written)  # its header
             record.shards[file.name] = {"bytes": size, "sha256": digest, **more}
             record.write(out)
         finish()

@@ -86,7 +86,7 @@ def kind_of(annotation: Any) -> str:
     if annotation in KINDS:
         return KINDS[annotation]
     if origin is Literal:
-        return "|".join(map(str, inner))
+        return "|".join(str(value) for value in inner if value != "")  # "": unset
     if origin in (Union, UnionType):
         return "|".join(kind_of(kind) for kind in inner if kind is not NoneType)
     if origin is tuple:

@@ -41,6 +41,16 @@ def small_files(monkeypatch):
     monkeypatch.setattr("unfreeze.compress.merge.out_files.__defaults__", (40_000,))
 
 
+def test_progress_ends_at_the_whole(bases, tmp_path, small_files):
+    shown: list[tuple[int, int]] = []
+    run_quantize(bases["moe"], tmp_path / "out", "int4", progress=lambda *both: shown.append(both))
+    assert (
+        shown[-1][0]
+        == shown[-1][1]
+        == sum(path.stat().st_size for path in tmp_path.glob("out/*.safetensors"))
+    )
+
+
 @pytest.mark.parametrize("to", ["int4", "nf4"])
 def test_a_stopped_quantization_goes_on_and_gives_the_same_bytes(to, bases, tmp_path, small_files):
     whole, out = tmp_path / "whole", tmp_path / "out"

@@ -157,7 +157,7 @@ def _nothing_left(stats: Stats, paths: Sequence[Path], columns: Sequence[str], a
     if not stats.rows:
         return DataError(
             f"{names}: no rows; the file is empty",
-            next='give --data a file with rows, such as {"prompt": "…", "completion": "…"} on each line',
+            next='give a file with rows, such as {"prompt": "…", "completion": "…"} on each line',
         )
     first = {item.reason.partition(": ")[2]: item.reason for item in reversed(stats.listed)}
     reasons = "; ".join(list(reversed(first.values()))[:3])

@@ -335,6 +335,8 @@ def start_lines(
             f", experts {trained.lora.experts_rank}" if trained.lora.experts_rank else ""
         )
         beside = f" and all of {', '.join(trained.lora.train_too)}" if trained.lora.train_too else ""
+        if added := getattr(trained, "added", None):
+            beside += f" and {len(added.ids)} new token{'s' * (len(added.ids) != 1)}"
         what = (
             f"{ranks} on {', '.join(trained.lora.targets)}{beside},"
             f" {format_count(all_parameters(plan))} parameters{trained.begins}"
@@ -388,7 +390,7 @@ def export_hint(lora: LoraConfig | None, start: Manifest, model: Decoder) -> tup
     from unfreeze.adapters.readers import READERS
     from unfreeze.models import ONLY_HERE
     from unfreeze.models.blocks.linear import Linear
-    from unfreeze.models.targets import candidates, resolve, targets_of
+    from unfreeze.models.targets import candidates, names_embeddings, resolve, targets_of
 
     if lora is None:
         return "vllm", ""
@@ -397,7 +399,7 @@ def export_hint(lora: LoraConfig | None, start: Manifest, model: Decoder) -> tup
     model_type = str(start.config.get("model_type"))
     if model_type in ONLY_HERE:
         return "", f"no other program loads models of type {model_type}, or their adapters"
-    if lora.train_too:
+    if lora.train_too or start.tokenizer is not None or names_embeddings(lora.targets):
         return "peft", "vllm and sglang load LoRA alone; for them: unfreeze merge RUN --to bf16"
     if issue := (READERS["vllm"].refuses or {}).get(model_type):
         return "peft", f"vllm cannot load adapters of {model_type}: {issue}"
