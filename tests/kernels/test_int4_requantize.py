@@ -81,4 +81,6 @@ def test_a_number_that_is_not_finite_spoils_its_group_alone():
 def test_other_formats_and_layouts_are_left_to_the_codec():
     w = torch.zeros(4, 64)
     assert not loop.rounds(Int4(32, "F16"), w, w) and not loop.rounds(object(), w, w)
-    assert not loop.rounds(Int4(32), torch.zeros(64, 4).t(), w) and not loop.rounds(Int4(32), w, w.double())
+    across = torch.zeros(64, 4).t()
+    assert not loop.rounds(Int4(32), across, w) and not loop.rounds(Int4(32), w, across)
+    assert not loop.rounds(Int4(32), w, w.double()) and loop.rounds(Int4(32), w, w)

@@ -1,6 +1,7 @@
 """Special tokens by their ids: what a model spells in ordinary tokens is content, and stays."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,5 +114,7 @@ def test_a_sign_is_no_text():
     for id in (0, 5, 1023, 1024, 163_586, 2**20 - 1):
         sign = signs.sign_of(id)
         assert signs.SIGN.fullmatch(sign) and signs.without_signs(f"a{sign}b") == "ab"
+        assert sign.encode("utf-16-be", "surrogatepass").decode("utf-16-be") == chr(0x10000 + id)
+        assert signs.spelled_signs(sign, SimpleNamespace(token_text=str)) == str(id)
         with pytest.raises(UnicodeEncodeError):
             sign.encode()
