@@ -13,6 +13,7 @@ from unfreeze.adapters.layouts import CONFIG, WEIGHTS
 from unfreeze.adapters.readers import READERS
 from unfreeze.adapters.several import Several
 from unfreeze.adapters.tokens import token_rows, train_new_tokens
+from unfreeze.compress.deltas import Deltas
 from unfreeze.core.errors import AdapterError
 
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("attention",))
@@ -157,3 +158,27 @@ def test_a_list_of_ids_alone_is_of_the_embeddings(tiny, tmp_path):
     load_adapter(model, tmp_path)
     assert {*token_rows(model)} == {"model.embed_tokens"} and model.shape.vocab_size == 61
     assert (tiny.logits(model) - tiny.oracle_logits(theirs.eval())).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("ids", [{"lm_head": [1, 2], "embed_tokens": [3, 41]}, {"lm_head": [1, 2]}])
+def test_rows_of_a_tied_head_alone_are_read_as_in_peft_and_not_merged(tiny, tmp_path, ids):
+    theirs = peft.get_peft_model(
+        tiny.reference("qwen2"),
+        peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=ids, task_type="CAUSAL_LM"),
+    )
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "trainable_tokens_delta" in name or "lora_B" in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    theirs.save_pretrained(tmp_path / "theirs")
+    model, wanted = tiny.model("qwen2"), tiny.oracle_logits(theirs.eval())
+    assert (tiny.logits(model) - wanted).abs().max() > 1e-2  # control
+    load_adapter(model, tmp_path / "theirs")
+    assert (tiny.logits(model) - wanted).abs().max() < 1e-4
+    save_adapter(model, tmp_path / "ours")
+    assert verify_adapter(model, tmp_path / "ours")
+    again = tiny.model("qwen2")
+    load_adapter(again, tmp_path / "ours")
+    assert torch.equal(tiny.logits(again), tiny.logits(model))
+    with pytest.raises(AdapterError, match="but rows of other tokens train in the head"):
+        Deltas(tiny.model("qwen2"), tmp_path / "theirs")

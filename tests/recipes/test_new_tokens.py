@@ -11,7 +11,7 @@ import torch
 import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 import unfreeze
 from unfreeze import cli
@@ -21,7 +21,7 @@ from unfreeze.commands.serve_models import sources_of
 from unfreeze.config.parse import parse
 from unfreeze.core.errors import ConfigError
 from unfreeze.data import load_tokenizer
-from unfreeze.generate.new_tokens import read_new_tokens
+from unfreeze.generate.new_tokens import add_tokens, read_new_tokens
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -260,6 +260,28 @@ def test_forms_of_the_file(tmp_path):
     assert [(token.text, token.special) for token in read_new_tokens(path)] == [("<a>", False), ("<b>", True)]
     path.write_text("[INST]\r\n\r\n[/INST] x\r\n")
     assert [token.text for token in read_new_tokens(path)] == ["[INST]", "[/INST] x"]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_token_is_found_in_the_middle_of_a_word_of_llama_2s_tokenizer(prefix, tmp_path):
+    """Its normalizer puts a "▁" before the text, and before each token that is looked for in normalized text."""
+    bpe = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    steps = [normalizers.Prepend("▁")] * prefix + [normalizers.Replace(" ", "▁")]
+    bpe.normalizer = normalizers.Sequence(steps)
+    trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=["<unk>"], show_progress=False)
+    bpe.train_from_iterator(["It is x<call>add 2 3</call>, a naive sum."] * 3, trainer)
+    source = tmp_path / "base"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>").save_pretrained(source)
+    (source / "config.json").write_text("{}")
+    (tmp_path / "new.txt").write_text("<call>\nnaive sum\n")
+    before = load_tokenizer(source)
+    added = add_tokens(source, before, read_new_tokens(tmp_path / "new.txt"), tmp_path / "out")
+    ours, theirs = (load_tokenizer(added.folder), transformers.AutoTokenizer.from_pretrained(added.folder))
+    for text in ("x<call>add", "<call><call>", "a naive sum.", "\n<call>"):
+        ids = ours.encode(text, specials=False)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        wanted = [added.ids[0]] * text.count("<call>") + [added.ids[1]] * text.count("naive sum")
+        assert [id for id in ids if id in added.ids] == wanted
 
 
 def test_a_base_packed_while_loaded_merges_into_a_folder_that_loads(base, files, tmp_path, unfreeze_json):

@@ -1,7 +1,7 @@
 """Rows of the embeddings and of the output head that train alone: those of new tokens.
 
 peft calls them trainable_token_indices: the file holds the rows themselves, not their change. A tied head
-shares the rows of the embeddings.
+shares the rows of the embeddings, unless a file of peft has rows of other tokens for it.
 
 T tokens, D model width, V vocabulary, n rows that train.
 """
@@ -101,14 +101,15 @@ def train_new_tokens(
 
 
 def put_rows(model: Decoder, rows: Mapping[str, tuple[Sequence[int], Tensor]]) -> None:
-    """Attach rows by module name; a tied head shares those of the embeddings."""
+    """Attach rows by module name; a tied head shares those of the embeddings, as in peft if the ids are one."""
     table, head = model.model.embed_tokens, model.lm_head
     for name, module in ((TABLE, table), (HEAD, head)):
         if name in rows:
             ids, values = rows[name]
             own = TokenRows(ids, values.to(model.device), model.shape.vocab_size)
             setattr(module, "adapter", own)  # noqa: B010  an Embedding's or a Linear's
-    if model.shape.tied and isinstance(table.adapter, TokenRows):
+    apart = TABLE in rows and HEAD in rows and list(rows[TABLE][0]) != list(rows[HEAD][0])
+    if model.shape.tied and isinstance(table.adapter, TokenRows) and not apart:
         setattr(head, "adapter", table.adapter)  # noqa: B010  a WholeAdapter
 
 

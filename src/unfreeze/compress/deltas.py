@@ -88,6 +88,7 @@ class Deltas:
             f"{name}.{leaf}": tensor for name, own in beside.whole.items() for leaf, tensor in own.items()
         }
         _refuse_untied(model, self.whole, folder)
+        _refuse_untied_rows(model, self.rows, folder)
         self._layers: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             self._layers.setdefault(_layer(name), {})[name] = tensor
@@ -176,6 +177,17 @@ def _refuse_untied(model: Decoder, whole: Mapping[str, Tensor], folder: Path) ->
         raise AdapterError(
             f"{folder}: the embeddings and the head of this model are one, but the adapter has two",
             next="train it with ensure_weight_tying=True in peft, or with --train-too here",
+        )
+
+
+def _refuse_untied_rows(model: Decoder, rows: Mapping[str, tuple[list[int], Tensor]], folder: Path) -> None:
+    """Raise AdapterError if a tied head has rows of other tokens than the embeddings."""
+    table, head = (rows.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    if model.shape.tied and head is not None and (table is None or table[0] != head[0]):
+        raise AdapterError(
+            f"{folder}: the embeddings and the head of this model are one, but rows of other tokens train in"
+            " the head",
+            next="in peft: trainable_token_indices=ids, which trains both",
         )
 
 

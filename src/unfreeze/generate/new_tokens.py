@@ -115,8 +115,9 @@ def add_tokens(source: Path, tokenizer: Tokenizer, tokens: Sequence[NewToken], f
         )
     parts = [tuple(tokenizer.encode(token.text, specials=False)) for token in tokens]
     backend = tokenizers.Tokenizer.from_str(text)
-    for token in tokens:  # as transformers' add_tokens: special ones are matched in the text as it is
-        own = tokenizers.AddedToken(token.text, special=token.special, normalized=not token.special)
+    normalized = [_normalized(backend, token) for token in tokens]
+    for token, flag in zip(tokens, normalized, strict=True):
+        own = tokenizers.AddedToken(token.text, special=token.special, normalized=flag)
         backend.add_tokens([own])  # pyright: ignore[reportUnknownMemberType]
     ids = [-1 if (id := backend.token_to_id(token.text)) is None else id for token in tokens]
     wanted = range(tokenizer.vocab_size, tokenizer.vocab_size + len(tokens))
@@ -127,18 +128,30 @@ def add_tokens(source: Path, tokenizer: Tokenizer, tokens: Sequence[NewToken], f
         )
     copy_tokenizer(source, source, folder)
     write_file(folder / "tokenizer.json", backend.to_str(pretty=True))
-    _note_in_settings(folder / "tokenizer_config.json", tokens, ids)
+    _note_in_settings(folder / "tokenizer_config.json", tokens, ids, normalized)
     return NewTokens(tuple(tokens), tuple(ids), tuple(parts), wanted.stop, folder)
 
 
-def _note_in_settings(path: Path, tokens: Sequence[NewToken], ids: Sequence[int]) -> None:
+def _normalized(backend: tokenizers.Tokenizer, token: NewToken) -> bool:
+    """True, as in transformers' add_tokens, if the token is looked for in normalized text.
+
+    Not if normalizing changes the token: Llama 2's puts a "▁" before it, so that it would be found at the
+    start of a word alone. Special ones are looked for in the text as it is.
+    """
+    normalizer: Any = backend.normalizer
+    return not token.special and (normalizer is None or normalizer.normalize_str(token.text) == token.text)
+
+
+def _note_in_settings(
+    path: Path, tokens: Sequence[NewToken], ids: Sequence[int], normalized: Sequence[bool]
+) -> None:
     """Add the tokens to added_tokens_decoder of tokenizer_config.json, if it has that table."""
     settings: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     table = settings.get("added_tokens_decoder") if isinstance(settings, dict) else None
     if not isinstance(table, dict):
         return
-    for token, id in zip(tokens, ids, strict=True):
-        flags = {"lstrip": False, "normalized": not token.special, "rstrip": False, "single_word": False}
+    for token, id, flag in zip(tokens, ids, normalized, strict=True):
+        flags = {"lstrip": False, "normalized": flag, "rstrip": False, "single_word": False}
         table[str(id)] = {"content": token.text, **flags, "special": token.special}
     write_file(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
