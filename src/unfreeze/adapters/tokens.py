@@ -101,7 +101,7 @@ def train_new_tokens(
 
 
 def put_rows(model: Decoder, rows: Mapping[str, tuple[Sequence[int], Tensor]]) -> None:
-    """Attach rows by module name; a tied head shares those of the embeddings, as in peft if the ids are one."""
+    """Attach rows by module name; a tied head shares those of the embeddings if they have the same ids."""
     table, head = model.model.embed_tokens, model.lm_head
     for name, module in ((TABLE, table), (HEAD, head)):
         if name in rows:

@@ -137,9 +137,9 @@ def write_files(
             with Shard(out / file.name, file.parts) as shard:
                 more = write(file, shard, advance)
                 size, digest = shard.close()
-            advance(whole - written)  # its header
             record.shards[file.name] = {"bytes": size, "sha256": digest, **more}
             record.write(out)
+            advance(whole - written)  # its header
         finish()
 
 
