@@ -137,7 +137,7 @@ def test_refused_by_name(tiny, tmp_path):
     leaf = "token_adapter.trainable_tokens_delta"
     table, head = (f"base_model.model.{name}.{leaf}" for name in ("model.embed_tokens", "lm_head"))
     others = {name: tensor for name, tensor in tensors.items() if leaf not in name}
-    wrong = f"base_model.model.model.norm.{leaf}"
+    wrong = f"base_model.model.model.layers.0.embed_tokens.{leaf}"
     for rows, why in (
         ({}, "trainable_token_indices names tokens of .*, but the file has no rows"),
         ({head: tensors[head]}, "a row of the head alone for token 61"),
