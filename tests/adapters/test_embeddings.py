@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from unfreeze.adapters import LoraConfig, attach, load_adapter, save_adapter, verify_adapter, without_adapters
-from unfreeze.adapters.embeddings import embedding_adapter
+from unfreeze.adapters.embeddings import EmbeddingLowRank, embedding_adapter, put_embeddings
 from unfreeze.adapters.layouts import WEIGHTS
 from unfreeze.adapters.readers import READERS
 from unfreeze.adapters.several import Several
@@ -68,9 +68,10 @@ def test_peft_has_our_logits_and_steps_and_what_it_writes_is_read(tiny, case, tm
         t.replace("*.*.", "*.") for t in lora_of(tmp_path / "peft")["targets"]
     }
     # tables of another base are refused
-    save_file({**other, min(base): other[min(base)] + 1}, tmp_path / "peft" / WEIGHTS)
-    with pytest.raises(AdapterError, match="another than the base's"):
-        load_adapter(tiny.model(case), tmp_path / "peft")
+    for change in (lambda weight: weight + 1, lambda weight: weight[:-1].contiguous()):
+        save_file({**other, min(base): change(other[min(base)])}, tmp_path / "peft" / WEIGHTS)
+        with pytest.raises(AdapterError, match="another than the base's"):
+            load_adapter(tiny.model(case), tmp_path / "peft")
 
 
 def test_a_new_adapter_changes_nothing_and_is_drawn_as_in_peft(tiny):
@@ -79,6 +80,16 @@ def test_a_new_adapter_changes_nothing_and_is_drawn_as_in_peft(tiny):
     assert torch.equal(tiny.logits(model), base)
     adapter = model.model.embed_tokens.adapter
     assert not adapter.A.any() and abs(float(adapter.B.std()) - 1) < 0.2
+    other = tiny.model("llama")
+    attach(other, LORA, 1)
+    assert not torch.equal(other.model.embed_tokens.adapter.B, adapter.B)  # the seed's
+    own = EmbeddingLowRank(adapter.A.detach().clone() + 1, adapter.B.detach().clone(), adapter.scale)
+    put_embeddings(other, own)  # into those that are there
+    assert other.model.embed_tokens.adapter is not own
+    assert torch.equal(other.model.embed_tokens.adapter.A, own.A)
+    own.scale *= 2
+    with pytest.raises(AdapterError, match="another rank or scale"):
+        put_embeddings(other, own)
     moved = trained(tiny, "llama")
     with without_adapters(moved):
         assert torch.equal(tiny.logits(moved), base)

@@ -51,10 +51,14 @@ def test_an_adapter_of_a_folder_answers_as_when_it_is_attached(tiny, saved):
 @torch.no_grad()
 def test_an_attached_adapter_becomes_the_first(tiny):
     model = tiny.trained(tiny.model("deepseek"), LoraConfig(rank=2))
-    wanted = tiny.logits(model)
     with pytest.raises(AdapterError, match="needs a name"):
         Several(model)
     attach_again = tiny.trained(tiny.model("deepseek"), LoraConfig(rank=2))
+    for model_ in (model, attach_again):  # as with ranks of their own
+        for site in sites(model_):
+            if site.group == "experts":
+                site.adapter.down_scale *= 3
+    wanted = tiny.logits(model)
     several = Several(attach_again, name="mine")
     several.assign([several.version("mine")] * 3)
     assert several.names == ["mine"] and not sites(attach_again)

@@ -128,8 +128,25 @@ def test_refused_by_name(tiny, tmp_path):
         train_new_tokens(fresh, IDS, PARTS, SIZE)
         with pytest.raises(AdapterError, match="rows of new tokens train in"):
             attach(fresh, LoraConfig(**{"rank": 2, "targets": ("attention",), **more}), 0)
+        other = tiny.model("llama")
+        attach(other, LoraConfig(**{"rank": 2, "targets": ("attention",), **more}), 0)
+        with pytest.raises(AdapterError, match="an adapter or trains fully already"):
+            train_new_tokens(other, IDS, PARTS, SIZE)
     # a file with rows of the embeddings alone, which the head of this base doesn't have
     tensors = load_file(tmp_path / "a" / WEIGHTS)
+    leaf = "token_adapter.trainable_tokens_delta"
+    table, head = (f"base_model.model.{name}.{leaf}" for name in ("model.embed_tokens", "lm_head"))
+    others = {name: tensor for name, tensor in tensors.items() if leaf not in name}
+    wrong = f"base_model.model.model.layers.0.embed_tokens.{leaf}"
+    for rows, why in (
+        ({}, "trainable_token_indices names tokens of .*, but the file has no rows"),
+        ({head: tensors[head]}, "a row of the head alone for token 61"),
+        ({table: tensors[table][:, :5].contiguous(), head: tensors[head]}, r"is \(3, 5\), but"),
+        ({wrong: tensors[head]}, "is neither the embeddings nor the head"),
+    ):
+        save_file({**others, **rows}, tmp_path / "a" / WEIGHTS)
+        with pytest.raises(AdapterError, match=why):
+            load_adapter(tiny.model("llama"), tmp_path / "a")
     del tensors["base_model.model.lm_head.token_adapter.trainable_tokens_delta"]
     save_file(tensors, tmp_path / "a" / WEIGHTS)
     with pytest.raises(AdapterError, match="a row of the embeddings alone for token 61"):

@@ -22,8 +22,9 @@ from unfreeze.adapters.attach import attached
 from unfreeze.adapters.layouts import CONFIG, WEIGHTS
 from unfreeze.adapters.readers import READERS
 from unfreeze.adapters.several import Several
-from unfreeze.adapters.whole import wholes
+from unfreeze.adapters.whole import WholeWeights, put_on, take_off, wholes
 from unfreeze.core.errors import AdapterError
+from unfreeze.models.blocks.linear import Linear
 from unfreeze.quant.int4 import Int4
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": ("attention",)}
@@ -228,6 +229,14 @@ def test_a_file_with_a_wrong_or_missing_weight_is_refused_and_the_model_stays(ti
         load_adapter(tiny.model("deepseek"), tmp_path)
     save_file(tensors, tmp_path / WEIGHTS)
     load_adapter(tiny.model("deepseek"), tmp_path)  # control
+    model = tiny.model("qwen2")
+    attach(model, LoraConfig(rank=2, targets=("*.o_proj",), train_too=("*.q_proj",)), 0)
+    save_adapter(model, tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    del tensors["base_model.model.model.layers.1.self_attn.q_proj.bias"]
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(AdapterError, match=r"layers\.1\.self_attn\.q_proj\.bias is missing"):
+        load_adapter(tiny.model("qwen2"), tmp_path)
 
 
 def test_verify_finds_a_weight_that_differs(tiny, tmp_path):
@@ -239,7 +248,17 @@ def test_verify_finds_a_weight_that_differs(tiny, tmp_path):
         verify_adapter(model, tmp_path)
 
 
-def test_norms_and_routers_train_in_float32_and_a_head_in_half_precision_has_a_master(tiny):
+def test_a_module_that_widens_its_weight_trains_one_that_needs_it_not_and_gets_the_base_back():
+    module = Linear(4, 3, dtype=torch.float32, held=torch.bfloat16, device="cpu")
+    base = module.weight
+    for _ in range(2):  # the second in place of the first
+        put_on(module, WholeWeights({"weight": torch.nn.Parameter(torch.ones(3, 4))}))
+        assert module.widened is None and module.weight.dtype == torch.float32
+    take_off(module)
+    assert module.weight is base and module.widened == torch.float32
+
+
+def test_norms_and_routers_train_in_float32_and_a_head_in_half_precision_has_a_master(tiny, tmp_path):
     from unfreeze.train.optim import AdamW
 
     model = tiny.model("qwen3-moe").to(torch.bfloat16)
@@ -247,6 +266,13 @@ def test_norms_and_routers_train_in_float32_and_a_head_in_half_precision_has_a_m
     attach(model, LoraConfig(**LORA, train_too=("*norm", "*.gate", "lm_head")), 0)
     assert model.model.norm.weight.dtype == model.layers[0].mlp.gate.weight.dtype == torch.float32
     assert model.lm_head.weight.dtype == torch.bfloat16
+    save_adapter(model, tmp_path)  # a file has float32
+    again = tiny.model("qwen3-moe").to(torch.bfloat16)
+    again.dtype = torch.bfloat16
+    load_adapter(again, tmp_path)
+    assert {n: p.dtype for n, p in again.named_parameters()} == {
+        n: p.dtype for n, p in model.named_parameters()
+    }
     optimizer = AdamW(model, weight_decay=0.1)
     assert all(master.dtype == torch.float32 for master in optimizer.masters.values())
     before = {name: master.clone() for name, master in optimizer.masters.items()}

@@ -88,5 +88,6 @@ def test_lengths_that_cannot_be_are_refused(model):
     with pytest.raises(ConfigError, match="8 tokens are too few"):
         RecallTask("needle", Settings(lengths=(8,))).check()
     assert {cell.length for cell in RecallTask("needle", Settings()).cells(128)} == {64}
+    assert len(RecallTask("needle", Settings(limit=3)).cells(1024)) == 3
     digests = {RecallTask("needle", Settings(seed=seed)).digest for seed in (0, 0, 1)}
     assert len(digests) == 2

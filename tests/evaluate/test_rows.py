@@ -102,6 +102,11 @@ def test_failures_are_counted_and_named_and_too_many_end_the_task(tmp_path, mode
     (scores,) = task.score(model_of(Engine()), Kept())
     assert scores.values == [1.0, None, 1.0, 1.0, 1.0, 1.0] and scores.failed == {"error": 1}
     assert scores.notes[0] == "1 without a score (error): row 2: ValueError: no"
+    five = RowsTask("rows:r:my.py", numbers(tmp_path), "my.py", Settings(limit=5), grading({2}), own=True)
+    five.check()
+    assert five.score(model_of(Engine()), Kept())[0].failed == {
+        "error": 1
+    }  # a fifth is not more than a fifth
     task = RowsTask("rows:r:my.py", numbers(tmp_path), "my.py", Settings(), grading({2, 3}), own=True)
     task.check()
     with pytest.raises(
@@ -119,25 +124,35 @@ def test_a_prompt_without_room_has_no_score(tmp_path, model_of):
 
 
 def test_rows_are_read_before_a_model_is_loaded(tmp_path):
-    def task_of(rows, metric="exact", limit=None):
-        settings = Settings(limit=limit)
+    def task_of(rows, metric="exact", limit=None, most=9):
+        settings = Settings(limit=limit, max_new_tokens=most)
         return RowsTask("rows:r", file_of(tmp_path, rows), metric, settings, simple("exact"))
 
     for rows, words in (([], "has no rows"), ([{"prompt": "a"}], "row 1 has no answer to compare with")):
         with pytest.raises(DataError, match=words):
             task_of(rows).check()
+    with pytest.raises(DataError, match="row 1: its answer 'x' has no number"):
+        task_of([{"prompt": "a", "answer": "x"}], "numeric").check()
     digests = set()
-    for answer, metric in (("a", "exact"), ("b", "exact"), ("b", "contains")):
-        task = task_of([{"prompt": "a", "answer": answer}, {"prompt": "b"}], metric, limit=1)
+    for answer, metric, most in (
+        ("a", "exact", 9),
+        ("b", "exact", 9),
+        ("b", "contains", 9),
+        ("b", "exact", 8),
+    ):
+        task = task_of([{"prompt": "a", "answer": answer}, {"prompt": "b"}], metric, limit=1, most=most)
         task.check()
         digests.add(task.digest)
-    assert len(digests) == 3
+    assert len(digests) == 4
 
 
 def test_choices_are_weighed_by_their_whole_probability(tmp_path, model_of, monkeypatch):
     rows = [
         {"prompt": "1?", "choices": ["a", "b c d", "e"], "answer": 1},
         {"prompt": "2?", "choices": ["a", "b"], "answer": "a"},
+        *[{"prompt": f"{n}?", "choices": ["a", "b"], "answer": "b"} for n in range(6)],
+        {"prompt": "3?", "choices": ["", "b"], "answer": "b"},
+        {"prompt": "4?", "choices": ["a " * 300, "b"], "answer": "b"},
     ]
     task = RowsTask("rows:r:choice", file_of(tmp_path, rows), "choice", Settings(), None)
     task.check()
@@ -151,7 +166,8 @@ def test_choices_are_weighed_by_their_whole_probability(tmp_path, model_of, monk
         ]
 
     monkeypatch.setattr("unfreeze.evaluate.rows.forced", forced)
-    assert task.score(model_of(Engine()), Kept())[0].values == [0.0, 1.0]
+    scores = task.score(model_of(Engine()), Kept())[0]
+    assert scores.values == [0.0, 1.0, *[0.0] * 6, None, None] and scores.failed == {"no room": 2}
     for row, words in (({"choices": ["a"]}, "'choices' with two"), ({"answer": "z"}, "none of its choices")):
         row = {"prompt": "?", "choices": ["a", "b"], "answer": "a"} | row
         bad = RowsTask("rows:r:choice", file_of(tmp_path, [row]), "choice", Settings(), None)

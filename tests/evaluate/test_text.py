@@ -16,7 +16,7 @@ from unfreeze.data.tokens.masks import encode_prompt
 from unfreeze.data.tokens.tokenizer import load_tokenizer
 from unfreeze.evaluate.kept import Kept
 from unfreeze.evaluate.tasks import Settings
-from unfreeze.evaluate.text import Document, TextTask, document_of, windows
+from unfreeze.evaluate.text import Document, TextTask, document_of, first_bytes, texts_of, windows
 from unfreeze.generate.model import Model
 
 TEXT = "The baker carried a basket, “né” 北京.\n\nIt is 12:30 — no time to lose, he said. " * 12
@@ -137,6 +137,9 @@ def test_pieces_are_the_same_bytes_whatever_the_window(pair, tmp_path):
         names.append((bits.items, bits.weights))
         assert sum(len(text.encode()) for text in task.texts) <= 2 * task.piece
     assert names[0] == names[1] and list(names[0][0]) == ["text 1, piece 1", "text 1, piece 2"]
+    (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbfab")  # as editors of Windows begin a file
+    assert texts_of(tmp_path / "mark.txt", Settings()) == ["ab"]
+    assert first_bytes(["a四", "b"], 3) == ["a"] and first_bytes(["a四", "b"], 5) == ["a四", "b"]
 
 
 def test_rows_with_texts_are_texts_and_other_files_are_refused(pair, tmp_path):

@@ -79,6 +79,10 @@ def test_rows_at_a_time_share_one_factor(monkeypatch):
     codec = FORMATS["int4"]
     W, parts, change = matrix(codec, 0.01)
     whole = factor_of(codec, W, change, parts)
+    W[5] = change[5] = 0  # a padded row, whose scales are 0, tells nothing
+    parts = codec.quantize(W)
+    assert factor_of(codec, W, change, parts) == pytest.approx(whole, rel=0.01)
+    assert factor_of(codec, W, change / 100, parts) > 100  # the steps of a small learning rate
     monkeypatch.setattr("unfreeze.quant.requantize.BLOCK", 32 * SHAPE[1])
     assert factor_of(codec, W, change, parts) == pytest.approx(whole, rel=0.1)
     change[:32] = 0  # rows without a change tell nothing

@@ -127,13 +127,14 @@ OTHER_PLACES = {
 """Where the scale of row 3, column 40 stands, if not at [3, 1]."""
 
 
+@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("name", CODECS)
-def test_only_the_scale_that_cannot_hold_a_weight_is_made_anew(name):
+def test_only_the_scale_that_cannot_hold_a_weight_is_made_anew(name, sign):
     codec = CODECS[name]
     parts = published(codec, weights())
     W = codec.dequantize(parts).float()
     # sixty times the others; in NVFP4 no more than the matrix's own number allows, at least twice its group's
-    value = float(W.abs().max()) if "nvfp4" in name else 3.0
+    value = sign * (float(W.abs().max()) if "nvfp4" in name else 3.0)
     W[3, 40] = value
     fresh = refitted(codec, W, parts)
     made, anew = kept(codec, W, parts, fresh)
@@ -141,10 +142,10 @@ def test_only_the_scale_that_cannot_hold_a_weight_is_made_anew(name):
     differs = made[scale].reshape(-1, 1).view(torch.uint8) != parts[scale].reshape(-1, 1).view(torch.uint8)
     where = differs.any(-1).reshape(made[scale].shape).nonzero().tolist()
     assert anew == 1 and where == [OTHER_PLACES.get(name, [3, 1])]
-    assert abs(codec.dequantize(made)[3, 40].float() - value) < value / 6
+    assert abs(codec.dequantize(made)[3, 40].float() - value) < abs(value) / 6
     clipped, _ = kept(codec, W, parts, parts)  # control arm: without the new scale it is cut off
     if "nvfp4" not in name:  # which makes its own
-        assert abs(codec.dequantize(clipped)[3, 40].float() - value) > value / 5
+        assert abs(codec.dequantize(clipped)[3, 40].float() - value) > abs(value) / 5
 
 
 def test_a_group_of_zeros_that_gets_a_change_gets_a_scale():

@@ -162,6 +162,7 @@ BAD = {
     "logprobs": ({"logprobs": 21}, "logprobs: 21 is too large; at most 20"),
     "prompt": ({"prompt": []}, "empty"),
     "id": ({"prompt": [999_999]}, "outside the vocabulary"),
+    "many": ({"prompt": ["a"] * 2049}, "2,049 prompts; at most 2,048"),
     "empty": ({"prompt": ["", "a"]}, "prompt 0 is empty"),
     "mixed": ({"prompt": ["a", 3]}, "prompt[1]: a text is expected"),
     "echo": ({"echo": True, "stream": True}, "echo has no stream"),

@@ -96,6 +96,7 @@ OPEN_RULES = Rules(hosts=frozenset())
         ),
         (Rules(keys=(hashed(KEY),)), Rules(), {"authorization": f"Bearer {KEY}x"}, 401, "invalid_api_key"),
         (Rules(keys=(hashed(KEY),)), Rules(), {"authorization": KEY}, 401, "invalid_api_key"),
+        (Rules(keys=(hashed(KEY),)), Rules(), {"authorization": f"Basic {KEY}"}, 401, "invalid_api_key"),
         (Rules(keys=(hashed(KEY),)), Rules(), {}, 401, "invalid_api_key"),
     ],
 )
@@ -104,6 +105,7 @@ def test_who_may_not_ask_is_refused_in_openais_form(serving, guard, without, hea
     assert refused.status_code == status and refused.json()["error"]["code"] == code
     assert refused.headers["x-request-id"].startswith("req_")
     assert "access-control-allow-origin" not in refused.headers
+    assert refused.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
     assert get(serving(without), **headers).status_code == 200  # control arm
 
 

@@ -14,7 +14,9 @@ from tests.serve import small
 from unfreeze.generate.answer import Completion, Piece
 from unfreeze.generate.sampling import Sampling
 from unfreeze.serve.deltas import Deltas
+from unfreeze.serve.request import read_chat
 from unfreeze.serve.session import Speech, Turn
+from unfreeze.serve.structured import Grammars, chat_grammar
 
 ASKED = [{"role": "user", "content": "two and two"}]
 KIMI = [{"role": "user", "content": "What is two and two?"}]
@@ -136,6 +138,67 @@ def test_a_tool_that_may_be_called_need_not_be(client):
     assert ask(client, tool_choice="none", max_tokens=9).choices[0].message.content
 
 
+def call(family, value, name="add", number=0):
+    if family == "hermes":
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {{"{name[0]}": {value}}}}}\n</tool_call>'
+    head = f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>"
+    return f'{head}{{"{name[0]}": {value}}}<|tool_call_end|>'
+
+
+def section(family, *calls):
+    if family == "hermes":
+        return "\n".join(calls)
+    return f"<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
+
+
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [7, 8]}}}
+
+
+@pytest.mark.parametrize("family", ["hermes", "kimi"])
+def test_what_was_asked_for_decides_which_answers_there_can_be(family, request):
+    """By the mask of each of their tokens, the end's too."""
+    model = request.getfixturevalue(family)
+    tokenizer, grammars = model.tokenizer, Grammars(model.tokenizer, model.engine.num_ids)
+    shape, end = Speech(tokenizer, 999).shape, min(tokenizer.eos_ids & tokenizer.special_ids)
+
+    def possible(thought="", **fields):
+        body = {"messages": ASKED, "tools": TOOLS, **fields}
+        grammar = chat_grammar(read_chat(json.dumps(body).encode()), shape, thought, grammars)
+        allowed = grammar and grammars.compiled(*grammar)
+        fits = []
+        for name, text in answers.items():
+            ids = [*tokenizer.encode(text, specials=True), end]
+            if allowed is None or all(allowed(ids[:i])[id] for i, id in enumerate(ids)):
+                fits.append(name)
+        return " ".join(fits)
+
+    one, two = call(family, 1), call(family, 2, "sub", 1)
+    answers = {
+        "text": "Four.",
+        "call": section(family, one),
+        "wrong": section(family, call(family, '"1"')),
+        "both": section(family, one, two),
+        "said": "Look." + section(family, one),
+        "json": "7",
+        "thought": f"so {shape.calls[-1]} no</think>" + section(family, one),
+        "whole": f"<think>so {shape.calls[-1]} no</think>Four.",
+    }
+    # a <think> that is spelled is text like any other
+    thinks = " whole" if shape.thinks and tokenizer.token_id(shape.opening) is not None else ""
+    strict = [tool("add", strict=True), tool("sub")]
+    assert possible(tool_choice="none") == possible() == " ".join(answers)
+    assert possible(tools=strict) == "text call both said json" + thinks
+    assert possible(parallel_tool_calls=False) == "text call said json" + thinks
+    assert possible(tool_choice="required") == "call both"
+    assert possible("open", tool_choice="required") == "thought"
+    assert possible(response_format=FORM) == "call both json"
+    assert possible(response_format=FORM, tool_choice="required") == "call both"
+    assert possible(response_format=FORM, tool_choice="none") == "json"
+    only = {"type": "function", "function": {"name": "sub"}}
+    answers["call"] = section(family, call(family, 2, "sub"))
+    assert possible(tool_choice=only) == "call"
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -198,18 +261,20 @@ def test_the_deltas_of_any_answer_sum_to_its_message(family, text, tools, live, 
             reason = done.stop_reason if i + 1 == len(tokens) else None
             for name, new in deltas.push(Piece(0, token, "", reason)).items():
                 sums[name] += new
-        calls = []
+        calls: dict[int, str] = {}  # arguments as text
         for delta in deltas.rest(message):
             for name in sums:
                 sums[name] += delta.get(name, "")
-            calls += delta.get("tool_calls", [])
+            for each in delta.get("tool_calls", []):
+                calls[each["index"]] = calls.get(each["index"], "") + each["function"]["arguments"]
         expected = {name: message.get(name) or "" for name in sums}
         if (
             expected["content"].lstrip() == sums["content"].lstrip()
         ):  # white space before a call that is broken
             expected["content"] = sums["content"]
         assert sums == expected
-        assert len({call["index"] for call in calls}) == len(message.get("tool_calls") or ())
+        whole = [each["function"]["arguments"] for each in message.get("tool_calls") or ()]
+        assert [json.loads(calls[i]) for i in sorted(calls)] == whole
 
 
 def summed_of(speech, ids, message, *, tools, stop=()):

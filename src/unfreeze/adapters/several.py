@@ -76,8 +76,8 @@ class Several:
                 next="serve it by itself, or: unfreeze merge RUN --to bf16",
             )
         if present := {site.name: site.adapter for site in sites(model)}:
+            self._take_up(name, present)  # first: what it refuses stays attached
             detach(model)
-            self._take_up(name, present)
 
     # --- adapters
 

@@ -91,8 +91,6 @@ def kept(codec: Codec, weight: Tensor, parts: Parts, fresh: Parts) -> tuple[dict
         if isinstance(codec, Nvfp4):  # with the per-tensor scale unchanged
             fresh = {scale: _nvfp4_scales(codec, weight, parts)}
         mixed = torch.where(over, fresh[scale].float(), parts[scale].float()).to(parts[scale].dtype)
-        if parts[scale].dtype == torch.uint8:  # exponents, not numbers
-            mixed = torch.where(over, fresh[scale], parts[scale])
         requantized, _ = onto(codec, weight, {**parts, scale: mixed})
     return requantized, count
 

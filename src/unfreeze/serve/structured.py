@@ -30,8 +30,8 @@ LONGEST = 96  # characters of a library's words in a message
 MAX_SCHEMA = 200_000  # characters; the library limits the work of what is shorter
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python writes it, on one line: with free white space a weak model writes spaces to its end."""
-KIMI_OPEN, KIMI_CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-KIMI_CALL = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+KIMI_CLOSE = "<|tool_calls_section_end|>"
+KIMI_CALL = ("<|tool_call_argument_begin|>", "<|tool_call_end|>")
 
 
 def needs_llguidance() -> Any:
@@ -78,18 +78,9 @@ class Grammars:
         return Allowed(matcher, self.num_ids, param)
 
     def literal(self, text: str) -> str:
-        """Return the grammar of a fixed text, in which special tokens are themselves."""
-        pattern = self.tokenizer.special_pattern
-        cuts = [match.span() for match in pattern.finditer(text)] if pattern else []
-        parts: list[str] = []
-        at = 0
-        for begin, end in [*cuts, (len(text), len(text))]:
-            if at < begin:
-                parts.append(json.dumps(text[at:begin]))
-            if begin < end:
-                parts.append(f"<[{self.tokenizer.token_id(text[begin:end])}]>")
-            at = end
-        return " ".join(parts)
+        """Return the grammar of a mark: its token if it is one, special or not, else its text."""
+        id = self.tokenizer.token_id(text)
+        return json.dumps(text) if id is None else f"<[{id}]>"
 
 
 def json_grammar(schema: Any, param: str) -> str:
@@ -192,30 +183,27 @@ def chat_grammar(chat: Chat, shape: Shape, thought: str, grammars: Grammars) -> 
     if chat.schema is not None and not forced:
         rules.append(f"answer: {json_grammar(chat.schema, param)}")
         bodies.append("answer")
+    free = called and not forced and chat.schema is None
     if called:
         param = "tools" if chat.schema is None else param
-        rules += list(_call_rules(chat, shape, grammars))
-        section = grammars.literal(KIMI_OPEN) + " calls " + grammars.literal(KIMI_CLOSE)
-        rules.append(f"section: {'calls' if shape.calls == HERMES_MARKS else section}")
-        if forced or chat.schema is not None:
-            bodies.append("section")
-        else:
-            rules.append(f"SAID: {_without(shape.calls)}")
-            bodies.append("SAID section?")
+        rules += list(_call_rules(chat, shape, grammars, free=free))
+        bodies += ["SAID", "said calls"] if free else ["section calls"]
     begin = ""
-    free = "SAID section?" in bodies
     if thought == "open" or (free and shape.thinks and not thought):
-        rules += [f"THOUGHT: {_without((shape.closing,))}", r"SPACE: /[ \n]{0,2}/"]
-        closed = f"THOUGHT {grammars.literal(shape.closing)} SPACE"
-        begin = closed if thought == "open" else f"({grammars.literal(shape.opening)} {closed})?"
+        rules += [*_up_to("thought", (shape.closing,), grammars), r"SPACE: /[ \n]{0,2}/"]
+        begin = "thought SPACE"
+        if thought != "open":
+            begin = f"({grammars.literal(shape.opening)} {begin})?"
     return "\n".join([f"start: {begin} ({' | '.join(bodies)})", *rules]), param
 
 
-def _call_rules(chat: Chat, shape: Shape, grammars: Grammars) -> Iterator[str]:
+def _call_rules(chat: Chat, shape: Shape, grammars: Grammars, *, free: bool) -> Iterator[str]:
     """Yield the rules of calls: each of a tool that may be called, with arguments that fit its parameters.
 
+    section: what stands before the first; free: `said` instead, a text up to it, and SAID, one without calls.
     Kimi's calls are numbered through the conversation, and the number is a part of a call's id.
     """
+    hermes = shape.calls == HERMES_MARKS
     first = sum(len(each.get("tool_calls") or ()) for each in chat.messages)
     places = range(1 if chat.one_call else MAX_CALLS)
     names: list[list[str]] = [[] for _ in places]
@@ -226,31 +214,42 @@ def _call_rules(chat: Chat, shape: Shape, grammars: Grammars) -> Iterator[str]:
         parameters = function.get("parameters") or {"type": "object"}
         yield f"arguments{i}: {json_grammar(parameters, 'tools')}"
         for place in places:
-            begin, middle, end = _around(function["name"], first + place, shape, grammars)
-            yield f"call{i}_{place}: {begin} {middle} arguments{i} {end}"
+            before, behind = _around(function["name"], first + place, shape, grammars)
+            yield f"call{i}_{place}: {before} arguments{i} {behind}"
             names[place].append(f"call{i}_{place}")
-    between = '"\\n" ' if shape.calls == HERMES_MARKS else ""
-    for place in reversed(places):
-        more = "" if place == places[-1] else f" ({between}calls{place + 1})?"
+    begin = grammars.literal(shape.calls[-1])
+    between = f'"\\n" {begin}' if hermes else begin
+    for place in places:
+        more = "" if place == places[-1] else f" ({between} calls{place + 1})?"
         yield f"calls{place}: ({' | '.join(names[place])}){more}"
-    yield "calls: calls0"
+    if free:
+        yield from _up_to("said", shape.calls, grammars)
+    else:
+        yield f"section: {grammars.literal(shape.calls[0])}"
+    yield "calls: calls0" if hermes else f"calls: {begin} calls0 {grammars.literal(KIMI_CLOSE)}"
 
 
-def _around(name: str, number: int, shape: Shape, grammars: Grammars) -> tuple[str, str, str]:
-    """Return the grammar of what a call has before and behind its arguments."""
+def _around(name: str, number: int, shape: Shape, grammars: Grammars) -> tuple[str, str]:
+    """Return the grammar of what a call has before and behind its arguments; its own mark comes before."""
     if shape.calls == HERMES_MARKS:
         head = json.dumps(f'\n{{"name": {json.dumps(name)}, "arguments": ')
-        close = json.dumps("}\n")
-        return grammars.literal("<tool_call>"), head, f"{close} {grammars.literal('</tool_call>')}"
-    begin, middle, end = map(grammars.literal, KIMI_CALL)
-    return begin, f"{json.dumps(f'functions.{name}:{number}')} {middle}", end
+        return head, f"{json.dumps(chr(125) + chr(10))} {grammars.literal('</tool_call>')}"
+    middle, end = map(grammars.literal, KIMI_CALL)
+    return f"{json.dumps(f'functions.{name}:{number}')} {middle}", end
 
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:
     return bool(tool["function"].get("strict"))
 
 
-def _without(marks: Sequence[str]) -> str:
-    """Return the grammar of a text that has none of the marks. Special tokens are no text."""
+def _up_to(rule: str, marks: Sequence[str], grammars: Grammars) -> Iterator[str]:
+    """Yield the rule of a text up to the first of the marks and that, and RULE, one with none of the marks.
+
+    A mark that is a token ends any text. One that is spelled ends the shortest: a text takes all that it can.
+    """
     parts = ["/(.|\\n)*/", *(f"~/(.|\\n)*{re.escape(mark)}(.|\\n)*/".replace("</", "<\\/") for mark in marks)]
-    return " & ".join(parts)
+    mark = grammars.literal(marks[0])
+    yield f"{rule.upper()}: {' & '.join(parts)}"
+    yield (
+        f"{rule}[suffix={mark}]: {rule.upper()}" if mark.startswith('"') else f"{rule}: {rule.upper()} {mark}"
+    )

@@ -23,7 +23,8 @@ from unfreeze.compress.quantize.formats import KIMI, nearest
 from unfreeze.compress.quantize.work import quantize_work
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.generate.open import open_model
-from unfreeze.models.blocks.experts import Experts
+from unfreeze.kernels.expert_mlp import ClampedSwiGLU
+from unfreeze.models.blocks.experts import BiasedExperts, Experts
 from unfreeze.quant.columns import columns_of
 
 
@@ -45,6 +46,7 @@ def test_layer_by_layer_is_the_whole_model(base, bases):
     # one layer was in memory at a time: what was said before counts it
     largest = max(sum(t.nbytes for t in layer.state_dict().values()) for layer in whole.layers)
     assert memory_of(manifest, 100) > largest + sum(t.nbytes for t in whole.model.embed_tokens.parameters())
+    assert memory_of(manifest, 200) - memory_of(manifest, 100) == 2 * 4 * 100 * whole.shape.hidden_size
 
 
 def their_inputs(base: Path, batches, names) -> dict[str, torch.Tensor]:
@@ -114,6 +116,18 @@ def test_an_experts_inputs_are_the_tokens_it_was_chosen_for(bases):
             assert torch.allclose(inner(experts, expert, x_nD), h_nI, atol=1e-5)
 
 
+def test_what_down_reads_has_the_bias_of_gate_and_up():
+    act = ClampedSwiGLU(alpha=1.702, limit=7.0)
+    experts = BiasedExperts(3, 16, 8, codec=None, dtype=torch.float32, device="cpu", activation=act)
+    for seed, parameter in enumerate(experts.parameters()):
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
+    x_nD = torch.randn(5, 16)
+    ids, ones = torch.full((5, 1), 2), torch.ones(5, 1)
+    with torch.no_grad():
+        ours = inner(experts, 2, x_nD) @ experts.down_proj.weight[2].T + experts.biases()[1][2]
+        assert torch.allclose(ours, experts(x_nD, ids, ones), atol=1e-4)
+
+
 def parts_of(folder: Path, layer: int, name: str) -> torch.Tensor:
     stored = parts_in(folder / f"layer-{layer:05d}.safetensors")[name]
     return KIMI.dequantize({suffix: module.stored_tensor(info) for suffix, info in stored.items()}).float()
@@ -146,6 +160,20 @@ def test_a_layers_inputs_come_from_the_rounded_layers_before_it(base, bases, cal
     expected, stored = corrected(model), parts_of(own.folder, 1, site)
     assert (stored != expected).float().mean() < 0.01  # a tie aside
     assert (stored != original).float().mean() > 0.05
+    if base == "moe":  # an expert's down reads what its own gate and up make, both rounded
+        name = "model.layers.1.mlp.experts"
+        experts = model.get_submodule(name)
+        with Inputs({name: experts}) as inputs:
+            hidden(model, batches)
+        with torch.no_grad():
+            for matrix in own.matrices:
+                if matrix.name in (f"{name}.2.gate_proj", f"{name}.2.up_proj"):
+                    value = KIMI.dequantize(own.round(None, KIMI, matrix.name))
+                    module.place_of(model, matrix).copy_(value)
+        hessian, W = Hessian(32), experts.down_proj.weight[2].detach().float()
+        hessian.add(inner(experts, 2, inputs.expert(name, 2)))
+        expected = rounded_in_order(W, inverse_factor(hessian.matrix), columns_of(KIMI, W))[0]
+        assert (parts_of(own.folder, 1, f"{name}.2.down_proj") != expected).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("base", ["llama", "moe", "stacked"])
@@ -234,7 +262,7 @@ def test_too_few_rows_are_refused(bases, tmp_path):
     with pytest.raises(DataError, match=r"40 calibration tokens; model\.layers\.0\.\S+ needs 256") as refused:
         calibration(bases["llama"], tmp_path / "out", rows(0, 1))
     assert "more rows with --calibrate" in refused.value.next
-    calibration(bases["llama"], tmp_path / "out", rows(0, 7))  # 280 tokens
+    calibration(bases["llama"], tmp_path / "out", rows(0, 8, 32))  # 256 tokens
     # an expert of four gets half the tokens: down_proj with 32 inputs needs 128, so 256 in all
     with pytest.raises(DataError, match=r"240 calibration tokens; .*down_proj needs 256"):
         calibration(bases["moe"], tmp_path / "out", rows(0, 6), modules=("experts",))

@@ -18,6 +18,7 @@ from unfreeze.checkpoint import Manifest, open_checkpoint, packing
 from unfreeze.checkpoint.resolve import Params, resolve
 from unfreeze.checkpoint.same import same_weights, weights_digest
 from unfreeze.checkpoint.tensors import stored_tensor
+from unfreeze.compress.calibrate.calibration import matrices_of
 from unfreeze.compress.quantize import formats
 from unfreeze.compress.quantize.onload import packed_on_load
 from unfreeze.compress.quantize.work import quantize_work
@@ -219,6 +220,9 @@ def test_processes_read_each_matrix_once_and_keep_its_parts_together(folders) ->
 def test_experts_of_one_tensor_are_cut_between_processes(folders, written) -> None:
     """gpt-oss: experts 1 to 3 of four, made from their slice of the stack."""
     packed = packed_on_load(open_checkpoint(folders["gpt_oss"]), "mxfp4", ("experts",))
+    work = quantize_work(open_checkpoint(folders["gpt_oss"]), "mxfp4")
+    names = [matrix.name for matrix in matrices_of(work)]  # of a calibration: each expert has its own
+    assert len({*names}) == len(names) == 2 * 4 * 2 and "model.layers.1.mlp.experts.down_proj[3]" in names
     placements, params, _ = placements_of(packed)
     flat = {}
     for placement in placements:
