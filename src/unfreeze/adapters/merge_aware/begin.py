@@ -19,6 +19,7 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.decoder import Decoder
 from unfreeze.models.targets import candidates
+from unfreeze.quant.requantize import Scales
 
 Roundings = Mapping[tuple[str, str], Rounding]
 """(site, projection; "" of a linear layer) -> the rounding of its matrices, adapted or not."""
@@ -53,6 +54,14 @@ def begin(model: Decoder, roundings: Roundings) -> int:
                 _round_base(module.weight, roundings[place])
     model.while_looking = [partial(_looked_at, model)]
     return len(adapted & roundings.keys())
+
+
+def scales(model: nn.Module) -> set[Scales]:
+    """The ways in which the matrices of this model's adapters are rounded; empty before it has begun."""
+    adapters = [site.adapter for site in sites(model)]
+    dense = {adapter.rounding.scales for adapter in adapters if isinstance(adapter, RoundedLowRank)}
+    experts = [adapter.roundings.values() for adapter in adapters if isinstance(adapter, RoundedExperts)]
+    return dense | {rounding.scales for of_site in experts for rounding in of_site}
 
 
 @contextmanager
