@@ -8,7 +8,7 @@ import torch
 import unfreeze
 from unfreeze import models
 from unfreeze.checkpoint import open_checkpoint
-from unfreeze.config.adapter import lora_of
+from unfreeze.config.adapter import RoundedAs, lora_of
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.layout import RESIDENT
@@ -59,12 +59,11 @@ def test_float32_files_are_not_rounded_from_bf16():
             merge_aware.check_plan(plan, wide)
 
 
-RUN = {"lora.merge_aware": "int4"}
-KEEP = {"lora.merge_aware": "same", "lora.merge_aware_scales": "keep"}
+RUN, KEEP = RoundedAs("int4", "refit"), RoundedAs("same", "keep")
 
 
 @pytest.mark.parametrize(
-    "record, to, scales, packed, other",
+    "trained, to, scales, packed, other",
     [
         (RUN, "int4", "refit", True, False),
         (RUN, "same", "refit", True, False),
@@ -75,13 +74,13 @@ KEEP = {"lora.merge_aware": "same", "lora.merge_aware_scales": "keep"}
         (KEEP, "same", "keep", True, False),
         (KEEP, "same", "refit", True, True),
         (KEEP, "int4", "keep", True, True),  # of FP8, say
-        ({}, "bf16", "refit", True, False),
+        (None, "bf16", "refit", True, False),
     ],
 )
-def test_another_merge_than_was_trained_for_is_told_from_the_same(record, to, scales, packed, other):
-    words = merge_aware.other_merge(record, to, scales, packed=packed)
+def test_another_merge_than_was_trained_for_is_told_from_the_same(trained, to, scales, packed, other):
+    words = merge_aware.other_merge(trained, to, scales, packed=packed)
     assert bool(words) == other and len(words) <= 140
-    assert not other or merge_aware.merge_flags(record) in words
+    assert not other or merge_aware.merge_flags(trained) in words
 
 
 def test_it_begins_after_a_share_of_the_steps_before_the_last():

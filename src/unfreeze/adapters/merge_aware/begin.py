@@ -19,7 +19,6 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.decoder import Decoder
 from unfreeze.models.targets import candidates
-from unfreeze.quant.requantize import Scales
 
 Roundings = Mapping[tuple[str, str], Rounding]
 """(site, projection; "" of a linear layer) -> the rounding of its matrices, adapted or not."""
@@ -56,7 +55,7 @@ def begin(model: Decoder, roundings: Roundings) -> int:
     return len(adapted & roundings.keys())
 
 
-def scales(model: nn.Module) -> set[Scales]:
+def scales(model: nn.Module) -> set[str]:
     """The ways in which the matrices of this model's adapters are rounded; empty before it has begun."""
     adapters = [site.adapter for site in sites(model)]
     dense = {adapter.rounding.scales for adapter in adapters if isinstance(adapter, RoundedLowRank)}
