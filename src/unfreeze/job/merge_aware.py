@@ -290,7 +290,7 @@ def other_merge(rounded: RoundedAs | None, to: str, scales: str, *, packed: bool
     if rounded is None:
         return ""
     own = to == "same" if packed and rounded.format != "int4" else to == "int4" or (packed and to == "same")
-    if own and scales == rounded.scales:
+    if own and (scales == rounded.scales or not packed):  # an unquantized base has no scales to keep
         return ""
     return f"this run was trained for another merge: {merge_flags(rounded)}"
 
