@@ -59,7 +59,7 @@ ARMS = {
     "plain": "",
     "aware": KEEP,
     "aware from .8": f"{KEEP} --merge-aware-from 0.8",
-    "aware, refit": "--merge-aware int4",
+    "aware, refit": "--merge-aware int4 --merge-aware-scales refit",
 }
 WAYS = {
     "plain": ("refit", "keep", "keep-change"),

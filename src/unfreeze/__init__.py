@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from unfreeze.api import train_tokenizer as train_tokenizer
     from unfreeze.core.built_in import TINY_K2 as TINY_K2
     from unfreeze.generate.model import Model as Model
-    from unfreeze.generate.model import load as load
+    from unfreeze.job.opening.load import load as load
 
 __all__ = [
     "TINY_K2",
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "load": "unfreeze.generate.model",
+    "load": "unfreeze.job.opening.load",
     "Model": "unfreeze.generate.model",
     "TINY_K2": "unfreeze.core.built_in",
     **dict.fromkeys(

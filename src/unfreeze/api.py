@@ -88,7 +88,7 @@ class FinishedRun:
     @cached_property
     def model(self) -> Model:
         """The trained model, loaded once, in its training dtype, on CUDA if there is one."""
-        from unfreeze.generate.model import load
+        from unfreeze.job.opening.load import load
 
         return load(self.path, dtype=read_run(self.path).config.get("memory.dtype", "auto"), device="auto")
 
@@ -349,7 +349,8 @@ def swap(
     """
     from unfreeze.compress.swap_model import swapped
     from unfreeze.compress.swapped import Wish, refuse_adapters
-    from unfreeze.generate.model import Model, load
+    from unfreeze.generate.model import Model
+    from unfreeze.job.opening.load import load
 
     wish = Wish(at, part, options, init, seed)
     if isinstance(model, Model):

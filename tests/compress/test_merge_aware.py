@@ -168,10 +168,8 @@ def test_so_do_formats_whose_gate_and_up_are_rounded_apart(name, scales, bases, 
 
 
 PLANTED = {
-    "not rounded": lambda base, change, scales, out, factor: out.copy_(base.dequantize() + change),
-    "the base's scales": lambda base, change, scales, out, factor: IN_PLACE(
-        base, change, "keep", out, factor
-    ),
+    "not rounded": lambda base, change, scales, out, *own: out.copy_(base.dequantize() + change),
+    "the base's scales": lambda base, change, scales, out, *own: IN_PLACE(base, change, "keep", out, *own),
 }
 IN_PLACE = matrix._in_place
 

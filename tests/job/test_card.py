@@ -236,3 +236,95 @@ def test_a_command_names_an_adapter_by_its_run_and_no_folder_of_this_machine(run
     text = "\n".join(card._of_run(run_dir))
     assert "unfreeze grpo --adapter warm/adapter --reward my.py --data a/b.jsonl" in text
     assert "/home/me" not in text
+
+
+def packed_run(folder):
+    """(a llama whose linear layers are INT4, an adapter of it as a run writes it)."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from unfreeze import models
+    from unfreeze.adapters import attach, sites
+    from unfreeze.checkpoint import open_checkpoint, save_checkpoint
+    from unfreeze.config.lora import LoraConfig
+    from unfreeze.generate.open import open_model
+    from unfreeze.job.trained import Adapters
+    from unfreeze.models.publish import published
+    from unfreeze.parallel.processes.mesh import ONE
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 160}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
+    whole = models.build(models.shape(config), dtype=torch.float32, device="cpu")
+    models.initialize(whole, 0)
+    save_checkpoint(folder / "whole", config, published(whole, config))
+    words = ["quantize", str(folder / "whole"), "--to", "int4", "--modules", "all-linear", "--quiet"]
+    assert cli.main([*words, "--out", str(folder / "base")]) == 0
+    manifest, trained = open_checkpoint(folder / "base"), Adapters(LoraConfig(rank=4), 0)
+    model = open_model(manifest)
+    attach(model, trained.lora, 0)
+    with torch.no_grad():
+        for site in sites(model):
+            site.adapter.B.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+    run = SimpleNamespace(path=folder)
+    state = SimpleNamespace(model=model, optimizer=SimpleNamespace(masters=None), run=run)
+    trained.write(state, manifest, str(folder / "base"), ONE, folder / "adapter")
+    return folder / "base", folder / "adapter"
+
+
+def test_the_card_of_a_base_with_packed_linear_layers_has_them_expanded(tmp_path):
+    from unfreeze.quant.formats import unpacking
+
+    _, adapter = packed_run(tmp_path)
+    text = (adapter / "README.md").read_text()
+    assert "from transformers import AutoModelForCausalLM, CompressedTensorsConfig" in text
+    assert "packing = CompressedTensorsConfig(run_compressed=False)" in text
+    assert 'from_pretrained("base", quantization_config=packing)' in text
+    table = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    assert unpacking(table, ["model.layers.0.mlp.experts.0.up_proj"]) is None  # as tiny-k2, above
+    assert unpacking({"quantization_config": {"quant_method": "fp8"}}, ["model.layers.0.mlp.up_proj"]) is None
+    assert unpacking({}, []) is None
+
+
+@pytest.mark.nightly  # transformers, peft and compressed-tensors are imported and expand the base
+def test_its_lines_load_the_adapter_on_packed_linear_layers_in_peft(tmp_path):
+    """Control arm: without the argument peft finds no weight in the packed layers."""
+    import torch
+
+    import unfreeze
+
+    base, adapter = packed_run(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", (adapter / "README.md").read_text(), re.DOTALL)
+    lines = code.replace('"base"', repr(str(base))).replace('"FOLDER_OR_ID_OF_THIS_ADAPTER"', "adapter")
+    scope = {"adapter": str(adapter)}
+    exec(lines, scope)
+    ids = [5, 9, 33, 120, 7, 64]
+    with torch.no_grad():
+        theirs = scope["model"].float()(torch.tensor([ids])).logits[0]
+    ours = unfreeze.load(adapter, dtype="float32").logits([ids])[0]
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    with pytest.raises(AttributeError):
+        exec(lines.replace(", quantization_config=packing", ""), {"adapter": str(adapter)})
+
+
+@pytest.mark.parametrize(
+    "config, record, kind",
+    [
+        ({}, None, "LoRA"),
+        ({"use_dora": True}, None, "DoRA"),
+        ({}, {"lora.start": "pissa_niter_4"}, "LoRA (PiSSA)"),
+        ({"use_dora": True}, {"lora.start": "lora"}, "DoRA"),
+    ],
+)
+def test_a_card_names_the_kind_of_adapter(config, record, kind, tmp_path):
+    from unfreeze.commands.demo import TINY_K2
+    from unfreeze.config.adapter import kind_of
+    from unfreeze.job.end.card import card
+
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    if record:
+        (tmp_path / "resolved_config.json").write_text(json.dumps(record))
+    assert kind_of(tmp_path, tmp_path if record else None) == kind
+    text = card("org/base", TINY_K2, None, has_experts=False, kind=kind_of(tmp_path, tmp_path))
+    assert f"A {kind} adapter for org/base, made with unfreeze." in text

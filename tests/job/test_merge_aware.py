@@ -8,7 +8,7 @@ import torch
 import unfreeze
 from unfreeze import models
 from unfreeze.checkpoint import open_checkpoint
-from unfreeze.config.adapter import lora_of
+from unfreeze.config.adapter import RoundedAs, lora_of
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.layout import RESIDENT
@@ -16,6 +16,9 @@ from unfreeze.job import merge_aware
 from unfreeze.job.trained import Adapters
 from unfreeze.job.watch.best import forget_best
 from unfreeze.parallel.plan import model_of
+from unfreeze.quant.bitsandbytes import Bits4
+from unfreeze.quant.fp8 import Fp8
+from unfreeze.quant.int4 import Int4
 
 
 def manifest():
@@ -59,12 +62,11 @@ def test_float32_files_are_not_rounded_from_bf16():
             merge_aware.check_plan(plan, wide)
 
 
-RUN = {"lora.merge_aware": "int4"}
-KEEP = {"lora.merge_aware": "same", "lora.merge_aware_scales": "keep"}
+RUN, KEEP = RoundedAs("int4", "refit"), RoundedAs("same", "keep")
 
 
 @pytest.mark.parametrize(
-    "record, to, scales, packed, other",
+    "trained, to, scales, packed, other",
     [
         (RUN, "int4", "refit", True, False),
         (RUN, "same", "refit", True, False),
@@ -72,16 +74,17 @@ KEEP = {"lora.merge_aware": "same", "lora.merge_aware_scales": "keep"}
         (RUN, "same", "refit", False, True),  # of a bf16 base that is bf16
         (RUN, "bf16", "refit", True, True),
         (RUN, "int4", "keep", True, True),
+        (RUN, "int4", "keep-change", False, False),
         (KEEP, "same", "keep", True, False),
         (KEEP, "same", "refit", True, True),
         (KEEP, "int4", "keep", True, True),  # of FP8, say
-        ({}, "bf16", "refit", True, False),
+        (None, "bf16", "refit", True, False),
     ],
 )
-def test_another_merge_than_was_trained_for_is_told_from_the_same(record, to, scales, packed, other):
-    words = merge_aware.other_merge(record, to, scales, packed=packed)
+def test_another_merge_than_was_trained_for_is_told_from_the_same(trained, to, scales, packed, other):
+    words = merge_aware.other_merge(trained, to, scales, packed=packed)
     assert bool(words) == other and len(words) <= 140
-    assert not other or merge_aware.merge_flags(record) in words
+    assert not other or merge_aware.merge_flags(trained) in words
 
 
 def test_it_begins_after_a_share_of_the_steps_before_the_last():
@@ -108,3 +111,19 @@ def test_an_adapter_is_continued_without_its_runs_rounding(tmp_path):
     fields = {"lora.rank": 4, "lora.merge_aware": "int4", "lora.merge_aware_from": 0.5}
     (tmp_path / "resolved_config.json").write_text(json.dumps(fields))
     assert lora_of(tmp_path) == {"rank": 4}
+
+
+@pytest.mark.parametrize(
+    "own, in_place, scales",
+    [
+        ("int4", True, "keep-change"),
+        ("int4", False, "refit"),
+        ("nf4", True, "refit"),
+        ("fp8", True, "keep-change"),
+    ],
+)
+def test_unset_scales_are_keep_change_where_the_bases_own_format_has_it(own, in_place, scales):
+    codec = {"int4": Int4(32), "nf4": Bits4("nf4"), "fp8": Fp8((32, 32))}[own]
+    work = SimpleNamespace(codecs={codec: SimpleNamespace(in_place=in_place)})
+    assert merge_aware.scales_of(LoraConfig(merge_aware="same"), work) == scales
+    assert merge_aware.scales_of(LoraConfig(merge_aware="same", merge_aware_scales="keep"), work) == "keep"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from unfreeze.kernels import int4_requantize as loop
-from unfreeze.quant.aimed import aimed
+from unfreeze.quant.aimed import aimed, factor_of
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import MAX_SCALE, Int4
 from unfreeze.quant.kept import kept, refitted
@@ -84,3 +84,32 @@ def test_other_formats_and_layouts_are_left_to_the_codec():
     across = torch.zeros(64, 4).t()
     assert not loop.rounds(Int4(32), across, w) and not loop.rounds(Int4(32), w, across)
     assert not loop.rounds(Int4(32), w, w.double()) and loop.rounds(Int4(32), w, w)
+
+
+@pytest.mark.parametrize("kind", ["small", "large", "unchanged", "scales", "ties"])
+@pytest.mark.parametrize("group, size", [(32, 1.0), (32, 0.03), (8, 0.1), (6, 0.3)])
+def test_its_factor_is_that_of_quant_aimed(group, size, kind, monkeypatch):
+    codec, (W, change) = Int4(group), groups(kind, group)
+    change = (change * size).contiguous()
+    base = Packed(codec, codec.quantize(W.bfloat16()))
+    w = base.dequantize().float()
+    theirs = factor_of(codec, w, change, base.parts)
+    asked = []
+    monkeypatch.setattr(loop, "factor_of", lambda *own: asked.append(own) or theirs)
+    assert loop.factor_int4(codec, w, change, base) == theirs
+    # a share of exactly 1 is asked for again: both sums may end on either side of it
+    assert not asked or kind in ("ties", "scales")
+    if kind == "small" and size < 1:  # control arm: another ΔW has another factor
+        assert loop.factor_int4(codec, w, change * 2, base) != theirs > 1
+
+
+def test_a_change_in_later_rows_alone_has_its_factor():
+    """c is of the first block of rows that change, as in a merge."""
+    codec = Int4(32)
+    W = torch.randn(4096, 256, generator=torch.Generator().manual_seed(1))
+    base = Packed(codec, codec.quantize(W.bfloat16()))
+    w, change = base.dequantize().float(), torch.zeros(4096, 256)
+    assert loop.factor_int4(codec, w, change, base) == 1.0
+    change[3000:] = 0.01 * torch.randn(1096, 256, generator=torch.Generator().manual_seed(2))
+    factor = loop.factor_int4(codec, w, change, base)
+    assert factor == factor_of(codec, w, change, base.parts) > 1

@@ -18,7 +18,7 @@ from unfreeze.adapters.attach import attached, detach, sites
 from unfreeze.adapters.dora import Dora
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.read import read_adapter
-from unfreeze.config.adapter import CONFIG, adapter_folder, longer_of
+from unfreeze.config.adapter import CONFIG, adapter_folder, longer_of, rounded_as
 from unfreeze.core.errors import AdapterError, UserError, nearest
 from unfreeze.core.longer import Longer
 from unfreeze.kernels.decode_step.slots import NONE, Factors, SlotTable
@@ -188,6 +188,11 @@ class Several:
             raise AdapterError(
                 f"adapter {name!r} was trained on {theirs:.80}; this model is {ours:.80}",
                 next=f"serve it on its own base, {of:.200}",
+            )
+        if rounded_as(folder) is not None:
+            raise AdapterError(
+                f"adapter {name!r} was trained through the rounding of a merge: it cannot be one of several",
+                next="serve it by itself, or merge it: unfreeze merge RUN",
             )
         if longer_of(folder) != self.longer:
             raise AdapterError(

@@ -25,6 +25,7 @@ from unfreeze.config.parse import Files, Frozen, ModelName, parse, refuse_second
 from unfreeze.core.command import Common
 from unfreeze.core.draws import SEEDS
 from unfreeze.core.errors import UserError
+from unfreeze.job.merge_aware import refuse_beside
 from unfreeze.job.opening.device import load_shown
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     refuse_second(arguments, "chat takes no question as an argument", asks)
     config = parse(Config, arguments, command="chat", description=__doc__ or "", positional=True)
     more = [(model_name(source), adapter_folder(source)) for source in config.adapters]
+    refuse_rounded(config)
     model = load_shown(config.model, config.dtype, config.device, common, config.base)
     settings = config.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
     from unfreeze.generate.switch import Switch
@@ -73,7 +75,10 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         switch.load(name, folder)
     switch.use(first)
     out = sys.stderr if common.json else sys.stdout
-    talk = Dialogue(model, settings, out, common.quiet, switch, config.speed)
+    # rounding an unpacked base changes layers without an adapter too: there is no base to switch to
+    packed = model.manifest is None or model.manifest.is_packed()
+    own = None if model.decoder.while_looking and not packed else switch
+    talk = Dialogue(model, settings, out, common.quiet, own, config.speed)
     talk.set_system(config.system)
     if sys.stdin.isatty():
         talk.warming = warming(model)
@@ -86,6 +91,18 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             talk.ask(line)
     leave(talk)
     return {"messages": talk.messages}
+
+
+def refuse_rounded(config: Config) -> None:
+    """Raise ConfigError for a run that was trained through a merge's rounding, beside other adapters."""
+    if not config.adapters:
+        return
+    from unfreeze.generate.source import locate_model
+
+    own = locate_model(config.model, config.base).adapter
+    for name, adapter in ((config.model, own), *((name, adapter_folder(name)) for name in config.adapters)):
+        if adapter is not None:
+            refuse_beside(adapter, name)
 
 
 def warming(model: Model) -> Thread:

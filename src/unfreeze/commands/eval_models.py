@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unfreeze.config.adapter import adapter_folder
+from unfreeze.config.adapter import ROUNDED, adapter_folder
 from unfreeze.config.recipes import read_resolved
 from unfreeze.core.errors import CheckpointError, UserError
 from unfreeze.core.events import RESOLVED
 from unfreeze.generate.source import ModelSource, open_source, run_of
+from unfreeze.job.merge_aware import compute_as_trained
+from unfreeze.job.opening.load import load_as_trained
 from unfreeze.job.opening.source import open_as_trained
 
 if TYPE_CHECKING:
@@ -49,15 +51,16 @@ class Scored:
     def loaded(self, before: Model | None, dtype: torch.dtype, device: torch.device, **shown: Any) -> Model:
         """Load it. `before`, a model without adapters, gets the adapter if it is this one's base."""
         from unfreeze.adapters.read import load_adapter
-        from unfreeze.generate.model import Model, load_opened
+        from unfreeze.generate.model import Model
 
         if before is not None and self.source.adapter is not None and _same(before.manifest, self.manifest):
             load_adapter(before.decoder, self.source.adapter)
+            compute_as_trained(before.decoder, self.manifest, self.source.adapter)
             before.decoder.eval().requires_grad_(False)
             return Model(
                 before.decoder, before.tokenizer, stop_ids=before.engine.stop_ids, manifest=before.manifest
             )
-        return load_opened(self.source, self.manifest, dtype, device, **shown)
+        return load_as_trained(self.source, self.manifest, dtype, device, **shown)
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,8 @@ def digest_of(source: ModelSource, manifest: Manifest, dtype: str) -> str:
         if path.is_file():
             status = path.stat()
             hashed.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
-    for file in sorted(source.adapter.glob("adapter_*")) if source.adapter else ():
+    beside = () if source.adapter is None else [*source.adapter.glob("adapter_*"), source.adapter / ROUNDED]
+    for file in sorted(file for file in beside if file.is_file()):
         hashed.update(file.name.encode())
         hashed.update(file.read_bytes())
     return hashed.hexdigest()

@@ -23,6 +23,7 @@ from tyro.conf import Positional, arg
 
 from unfreeze.checkpoint.manifest import read_json
 from unfreeze.commands.export_gguf import export_gguf
+from unfreeze.config.adapter import rounded_as
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
@@ -30,6 +31,7 @@ from unfreeze.core.events import RESOLVED
 from unfreeze.core.field import about
 from unfreeze.job.end.card import CARD, HUB_ID, hub_id, refuse_other_files, write_beside
 from unfreeze.job.end.push import check_push, push
+from unfreeze.job.merge_aware import write_rounded
 from unfreeze.job.opening.device import say
 from unfreeze.job.opening.source import open_as_trained
 from unfreeze.job.trained import TOKENIZER_FILES
@@ -166,7 +168,9 @@ def export(config: Config, common: Common) -> dict[str, Any]:
             reader=reader.name,
             left_out=list(left_out),
             base_id=config.base_id,
+            rounded=rounded_as(source.adapter),
         )
+        write_rounded(target, None)  # it is exported as LoRA
     verified = verify_adapter(model, target, without=left_out)
     for line in _said_of(reader, left_out, model, manifest, target):
         say(common)(line)

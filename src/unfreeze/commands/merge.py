@@ -24,21 +24,21 @@ from tyro.conf import Positional, arg
 from unfreeze.commands.merge_losses import gain_of
 from unfreeze.commands.merge_rewards import reward_gain
 from unfreeze.commands.merge_rows import HeldoutRows, encode_as_run, heldout_rows
+from unfreeze.config.adapter import kind_of, rounded_as
 from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.config.synonyms import Hint
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.core.events import RESOLVED
 from unfreeze.core.field import about
 from unfreeze.core.torchrun import started
+from unfreeze.generate.source import run_of
 from unfreeze.job.end.card import hub_id, license_of, usage
 from unfreeze.job.merge_aware import other_merge
 from unfreeze.job.opening.device import say
 from unfreeze.job.opening.source import open_as_trained
 from unfreeze.quant.requantize import Scales
 from unfreeze.tracking.live import LoadProgress
-from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
@@ -120,9 +120,8 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
         raise ConfigError(
             f"scales = {config.scales}, but bf16 has no scales", next="leave --scales out, or use --to same"
         )
-    record_of_run = read_object(run / RESOLVED, ConfigError) if (run / RESOLVED).is_file() else {}
     packed = manifest.scheme() is not None
-    if other := other_merge(record_of_run, config.to, config.scales, packed=packed):
+    if other := other_merge(rounded_as(source.adapter), config.to, config.scales, packed=packed):
         say(common)(f"warning: {other}")
     rows = "--no-check" if config.no_check else heldout_rows(run, config.data, config.columns)
 
@@ -159,6 +158,7 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
     unmeasured, gain = (measured, None) if isinstance(measured, str) else ("", measured)
     groups = dict(summary(record.rows))
     settings = {"base": _name(source.base), "adapter": _name(str(run)), "ranks": _ranks(deltas.ranks)}
+    settings["kind"] = kind_of(source.adapter, run_of(source.adapter))
     record.more |= {
         "settings": settings,
         "rounding": groups,
@@ -340,7 +340,8 @@ def write_card(
     lines = ["---", *([f"base_model: {identity}"] if identity else []), "pipeline_tag: text-generation"]
     lines += [*license_of(manifest.path), "tags:", "- merge", "- unfreeze", "---", ""]
     lines += [f"# {_name(base)}, merged with {_name(config.run)}", ""]
-    lines += [f"A LoRA adapter merged into its base, in {formats[config.to]}, made with unfreeze.", ""]
+    kind = record.more["settings"]["kind"]
+    lines += [f"A {kind} adapter merged into its base, in {formats[config.to]}, made with unfreeze.", ""]
     lines += [
         "| weights | modules | ‖ΔW‖/‖W‖ | written as | ‖Q(W+ΔW)−W‖/‖ΔW‖ | cosine | kept | noise |",
         "|---|---|---|---|---|---|---|---|",

@@ -76,7 +76,7 @@ def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, row
             detach(model)
     without = row_losses(model, batches, preference, reference)
     load_adapter(model, adapter)
-    compute_as_trained(model, base, rows.resolved)
+    compute_as_trained(model, base, adapter)
     with_adapter = row_losses(model, batches, preference, reference)
     del model
     gc.collect()

@@ -74,7 +74,7 @@ def reward_gain(
         model = open_base(base, adapter)
         without = judge(model)
         load_adapter(model, adapter)
-        compute_as_trained(model, base, rows.resolved)
+        compute_as_trained(model, base, adapter)
         with_adapter = judge(model)
         del model
         gc.collect()

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unfreeze.commands.chat import model_name
-from unfreeze.config.adapter import CONFIG, ROPE, longer_of, lora_alone
+from unfreeze.config.adapter import CONFIG, ROPE, longer_of, lora_alone, rounded_as
 from unfreeze.config.recipes import resolved
 from unfreeze.core.command import Common
 from unfreeze.core.errors import AdapterError, CheckpointError, ConfigError
 from unfreeze.core.events import RESOLVED
+from unfreeze.job.merge_aware import refuse_beside
 from unfreeze.job.opening.device import pick_device, say
+from unfreeze.job.opening.load import load_as_trained
 from unfreeze.job.opening.source import open_as_trained
 from unfreeze.untrusted.json_object import read_object
 
@@ -57,7 +59,7 @@ class Served:
 class Sources:
     """The models that a server answers with.
 
-    base    as it was resolved, without an adapter unless it is more than LoRA and served by itself
+    base    as it was resolved, without an adapter unless that is served by itself: more than LoRA, or rounded
     name    of the base
     longer  scaling of positions that the first adapter was trained with
     places  name -> a run's folder or an adapter's
@@ -78,8 +80,9 @@ def sources_of(config: Config, tell: Callable[[str], None]) -> Sources:
     opened, manifest = open_as_trained(first, tell, config.base)
     places: dict[str, Path] = {}
     longer = longer_of(opened.adapter) if opened.adapter else None
-    if opened.adapter is not None and not lora_alone(opened.adapter):
+    if opened.adapter is not None and (rounded_as(opened.adapter) or not lora_alone(opened.adapter)):
         if more:
+            refuse_beside(opened.adapter, first)
             raise ConfigError(
                 f"{first} changes more of its base than LoRA does, so it is served by itself",
                 next=f"unfreeze serve {first}, or: unfreeze merge {first} --to bf16",
@@ -150,6 +153,8 @@ def check_base(place: Path, opened: ModelSource, manifest: Manifest, longer: Lon
     folder = place / "adapter" if run.is_file() else place
     if (folder / CONFIG).is_file() and longer_of(folder) != longer:
         raise AdapterError(f"{place} was trained with other positions ({ROPE})", next=alone)
+    if (folder / CONFIG).is_file():
+        refuse_beside(folder, str(place))
 
 
 def same_base(named: str, base: str, path: Path) -> bool:
@@ -229,7 +234,6 @@ def loaded(sources: Sources, config: Config, service: Service, common: Common) -
     place = pick_device(config.device)
 
     from unfreeze.core.garbage import take_up
-    from unfreeze.generate.model import load_opened
     from unfreeze.generate.open import dtype_of
     from unfreeze.kernels.precision import precision
     from unfreeze.tracking.live import LoadProgress
@@ -242,6 +246,6 @@ def loaded(sources: Sources, config: Config, service: Service, common: Common) -
             bar(done, total)
 
         dtype = dtype_of(precision(config.dtype, place).name)
-        model = load_opened(sources.base, sources.manifest, dtype, place, progress, say(common))
+        model = load_as_trained(sources.base, sources.manifest, dtype, place, progress, say(common))
     model.engine.say = say(common)
     return model

@@ -9,8 +9,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
+from unfreeze.config.lora import MergeFormat, MergeScales
 from unfreeze.core.errors import AdapterError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.longer import MAX_FACTOR, SCALINGS, Longer
@@ -24,6 +25,8 @@ ROPE = "rope.json"
 """Beside an adapter trained with scaled positions: scaling, factor, and the fields of the base's config."""
 PACKED = "base_packed.json"
 """Beside an adapter whose base was packed while it was loaded: format and modules of `unfreeze quantize`."""
+ROUNDED = "merge_aware.json"
+"""Beside an adapter that was trained through the rounding of a merge: format and scales of that merge."""
 TRAINING = "lora.merge_aware"
 """Start of the fields of [lora] that are about a run's training, not about its adapter."""
 MAX_ID = 2**24
@@ -160,6 +163,28 @@ def packed_as(source: str | Path) -> PackedAs | None:
     if not all(isinstance(word, str) and WORD.fullmatch(word) for word in words):
         raise AdapterError(f"{file}: format {to!r:.40}, modules {modules!r:.40}", next=AGAIN)
     return PackedAs(str(to), tuple(map(str, words[1:])))
+
+
+class RoundedAs(NamedTuple):
+    """The rounding that an adapter was trained through: --merge-aware FORMAT --merge-aware-scales SCALES."""
+
+    format: str
+    scales: str
+
+
+def rounded_as(source: str | Path) -> RoundedAs | None:
+    """Return the rounding that an adapter was trained through; None if it is ordinary LoRA.
+
+    Raises AdapterError if the file is damaged.
+    """
+    file = adapter_folder(source) / ROUNDED
+    if not file.is_file():
+        return None
+    table = read_object(file, AdapterError)
+    to, scales = table.get("format"), table.get("scales")
+    if to not in get_args(MergeFormat)[1:] or scales not in get_args(MergeScales):
+        raise AdapterError(f"{file}: format {to!r:.40}, scales {scales!r:.40}", next=AGAIN)
+    return RoundedAs(str(to), str(scales))
 
 
 def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -380,6 +405,18 @@ def lora_alone(folder: Path) -> bool:
     targets: Any = config.get("target_modules") or []
     others = any(config.get(name) for name in ("modules_to_save", "trainable_token_indices", "use_dora"))
     return not others and not (isinstance(targets, list) and "embed_tokens" in targets)
+
+
+def kind_of(folder: Path, run: Path | None = None) -> str:
+    """Return an adapter's kind in the words of a card: "LoRA", "DoRA" or "LoRA (PiSSA)".
+
+    run: the run that made it. Its files alone do not show that it started as PiSSA.
+    """
+    kind = "DoRA" if read_object(folder / CONFIG, AdapterError).get("use_dora") else "LoRA"
+    if run is None or not (run / RESOLVED).is_file():
+        return kind
+    start = str(read_object(run / RESOLVED, AdapterError).get("lora.start"))
+    return f"{kind} (PiSSA)" if start.startswith("pissa") else kind
 
 
 def new_token_ids(folder: Path) -> list[int]:

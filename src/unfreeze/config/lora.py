@@ -12,6 +12,7 @@ from unfreeze.core.field import about
 
 Scaling = Literal["alpha/r", "alpha/sqrt(r)"]
 MergeFormat = Literal["", "same", "int4", "fp8", "mxfp4", "nvfp4", "nf4"]
+MergeScales = Literal["refit", "keep", "keep-change"]
 Start = Literal["lora", "pissa", "pissa_niter_4", "pissa_niter_16"]
 """First values of A and B; peft's names in init_lora_weights, but for "lora"."""
 
@@ -72,9 +73,12 @@ class LoraConfig(BaseModel):
         description="share of the steps after which merge_aware begins; before it, ordinary LoRA",
         json_schema_extra=about("Adapters", alias="merge_aware_from", since="0.2"),
     )
-    merge_aware_scales: Literal["refit", "keep", "keep-change"] = Field(
-        default="refit",
-        description="scales of merge_aware, as in merge --scales: refit, keep, keep-change",
+    merge_aware_scales: MergeScales | None = Field(
+        default=None,
+        description=(
+            "scales of merge_aware, as in merge --scales: refit, keep, keep-change; unset: keep-change where"
+            " the base's format has it, else refit"
+        ),
         json_schema_extra=about("Adapters", alias="merge_aware_scales", since="0.2"),
     )
     dora: bool = Field(

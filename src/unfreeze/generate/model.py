@@ -23,10 +23,9 @@ from unfreeze.data.tokens.masks import encode_chat, encode_prompt
 from unfreeze.data.tokens.tokenizer import Tokenizer, check_vocab, has_tokenizer, load_tokenizer
 from unfreeze.generate.answer import Completion, Piece
 from unfreeze.generate.engine import Engine, batch_of, check_tokens
-from unfreeze.generate.open import Progress, device_of, dtype_of, open_model
+from unfreeze.generate.open import Progress, open_model
 from unfreeze.generate.sampling import Sampling
-from unfreeze.generate.source import ModelSource, open_source
-from unfreeze.kernels.precision import precision
+from unfreeze.generate.source import ModelSource
 from unfreeze.models import Decoder
 
 log = logging.getLogger(__name__)
@@ -46,32 +45,6 @@ class Options(TypedDict, total=False):
     seeds: Sequence[int] | None
 
 
-def load(
-    source: str | Path,
-    dtype: str = "auto",
-    device: str = "cpu",
-    progress: Progress | None = None,
-    say: Callable[[str], None] | None = None,
-) -> Model:
-    """Load a model for inference.
-
-        source    a checkpoint folder, a Hugging Face id, a run folder, or an adapter folder (it names its
-                  base)
-        dtype     compute dtype: "float32", "bfloat16", or "auto": bfloat16 if the hardware has bf16 matmuls.
-                  Weights stay as stored if that is no wider
-        device    "cpu", "cuda", "cuda:1", or "auto": CUDA if there is one
-        progress  called with (bytes done, total bytes) while weights are read
-        say       called with one line about a download, and one about unsupported fields of config.json
-                  (without it: a log warning)
-
-    Raises UserError or a subclass (CheckpointError, AdapterError, ConfigError) if nothing is found, files are
-    damaged, or parts don't match.
-    """
-    place_to = device_of(device)
-    wanted = dtype_of(precision(dtype, place_to).name)
-    return load_opened(*open_source(source, say), wanted, place_to, progress, say)
-
-
 def load_opened(
     opened: ModelSource,
     manifest: Manifest,
@@ -80,7 +53,10 @@ def load_opened(
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Model:
-    """Load a model that open_source has resolved."""
+    """Load a model that open_source has resolved.
+
+    Its adapter computes as LoRA; one trained through a rounding is rounded by job/opening/load.py.
+    """
     try:
         variables = template_values(opened.template_variables)
     except ValueError as error:

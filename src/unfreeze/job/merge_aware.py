@@ -6,11 +6,15 @@ what `unfreeze merge` writes.
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unfreeze.core.errors import ConfigError
+from unfreeze.config.adapter import ROUNDED, RoundedAs, rounded_as
+from unfreeze.core.errors import AdapterError, ConfigError
 from unfreeze.job.watch.best import forget_best
 from unfreeze.quant.bitsandbytes import Bits4
 from unfreeze.quant.codec import Codec
@@ -18,13 +22,15 @@ from unfreeze.quant.fp8 import Fp8
 from unfreeze.quant.fp8_scaled import Fp8Scaled
 from unfreeze.quant.halves import Halves
 from unfreeze.quant.int4 import Int4
+from unfreeze.quant.kept import can_keep
 from unfreeze.quant.mxfp4 import Mxfp4
 from unfreeze.quant.nvfp4 import Nvfp4
-from unfreeze.quant.requantize import BLOCK
+from unfreeze.quant.requantize import BLOCK, Scales
 
 if TYPE_CHECKING:
     from unfreeze.adapters.merge_aware.begin import Roundings
     from unfreeze.checkpoint import Manifest
+    from unfreeze.compress.work import MergeWork
     from unfreeze.config.lora import LoraConfig
     from unfreeze.models import Decoder
     from unfreeze.parallel.plan import Plan, PlannedModel
@@ -74,7 +80,8 @@ def roundings_of(
 
     to: Any = format_of(lora.merge_aware, manifest)
     work = MergeWork(manifest, model, NoChanges(dict(adapted)), to)
-    check_formats(work, lora.merge_aware_scales)
+    scales = scales_of(lora, work)
+    check_formats(work, scales)
     roundings: dict[tuple[str, str], Rounding] = {}
     for weight in work.weights:
         if weight.home is None or weight.to is None or isinstance(weight.to, str):
@@ -85,7 +92,7 @@ def roundings_of(
                 f"merge_aware is {lora.merge_aware}, but {weight.name} is in {weight.to.name}",
                 next="--merge-aware same",
             )
-        own = Rounding(into, lora.merge_aware_scales, halves=place.half is not None)
+        own = Rounding(into, scales, halves=place.half is not None)
         roundings[place.site, place.projection] = own
     if not any(projection in adapted.get(site, ()) for site, projection in roundings):
         raise ConfigError(
@@ -93,6 +100,14 @@ def roundings_of(
             next="add layers that it quantizes to --lora.targets (widths in groups of 32), or leave it out",
         )
     return roundings
+
+
+def scales_of(lora: LoraConfig, work: MergeWork) -> Scales:
+    """The run's scales; unset, keep-change if all that is rounded stays in a format which has it."""
+    if lora.merge_aware_scales is not None:
+        return lora.merge_aware_scales
+    own = [codec for codec, weight in work.codecs.items() if weight.in_place]
+    return "keep-change" if own and all(map(can_keep, own)) else "refit"
 
 
 def adapted_of(model: Decoder) -> dict[str, tuple[str, ...]]:
@@ -211,38 +226,73 @@ class MergeAware:
         begin(model, roundings_of(self._lora, self._manifest, model, adapted_of(model)))
 
 
-def compute_as_trained(model: Decoder, manifest: Manifest, record: Mapping[str, Any]) -> None:
-    """Let a model with a run's adapter compute as the run did: through the rounding, if it had one."""
-    if record.get("lora.merge_aware"):
-        from unfreeze.adapters.merge_aware import begin
-        from unfreeze.config.lora import LoraConfig
+def compute_as_trained(model: Decoder, manifest: Manifest, adapter: Path) -> None:
+    """Let a model with an adapter compute as the adapter was trained: through its rounding, if it had one.
 
-        lora = LoraConfig(**{name[5:]: value for name, value in record.items() if name.startswith("lora.")})
+    Raises AdapterError if the model's weights are not in the format that they were rounded in.
+    """
+    if (own := rounded_as(adapter)) is None:
+        return
+    from unfreeze.adapters.merge_aware import begin
+    from unfreeze.config.lora import LoraConfig
+
+    lora = LoraConfig.model_validate({"merge_aware": own.format, "merge_aware_scales": own.scales})
+    try:
         begin(model, roundings_of(lora, manifest, model, adapted_of(model)))
+    except ConfigError as error:
+        raise AdapterError(
+            f"{adapter} was trained through the rounding of a merge ({own.format}): {error.message}",
+            next="give the base that it was trained on: --base DIR",
+        ) from None
 
 
-def merge_flags(record: Mapping[str, Any]) -> str:
-    """Flags of `unfreeze merge` that write what a run with this record trained; "" for ordinary LoRA."""
-    if not (merge_aware := record.get("lora.merge_aware")):
+def trained_as(model: Decoder, lora: LoraConfig) -> RoundedAs | None:
+    """The rounding that this model trains through; None before it has begun, and for ordinary LoRA."""
+    from unfreeze.adapters.merge_aware.begin import scales
+
+    ways = scales(model)
+    return RoundedAs(lora.merge_aware, ways.pop()) if ways else None
+
+
+def write_rounded(folder: Path, rounded: RoundedAs | None) -> None:
+    """Write beside an adapter what it was trained through; without a rounding remove an earlier one's."""
+    from unfreeze.core.files import write_file
+
+    if rounded is None:
+        (folder / ROUNDED).unlink(missing_ok=True)
+    else:
+        write_file(folder / ROUNDED, json.dumps(rounded._asdict()) + "\n")
+
+
+def refuse_beside(adapter: Path, name: str) -> None:
+    """Raise ConfigError for an adapter that was trained through a rounding: several on one base are LoRA."""
+    if flags := merge_flags(rounded_as(adapter)):
+        raise ConfigError(
+            f"{name} was trained through the rounding of a merge, so it is used by itself or merged",
+            next=f"unfreeze merge {shlex.quote(name)} {flags}",
+        )
+
+
+def merge_flags(rounded: RoundedAs | None) -> str:
+    """Flags of `unfreeze merge` that write what an adapter was trained as; "" for ordinary LoRA."""
+    if rounded is None:
         return ""
-    scales = record.get("lora.merge_aware_scales", "refit")
-    return f"--to {'int4' if merge_aware == 'int4' else 'same'}" + (
-        "" if scales == "refit" else f" --scales {scales}"
+    return f"--to {'int4' if rounded.format == 'int4' else 'same'}" + (
+        "" if rounded.scales == "refit" else f" --scales {rounded.scales}"
     )
 
 
-def other_merge(record: Mapping[str, Any], to: str, scales: str, *, packed: bool) -> str:
-    """A warning if a merge writes other weights than such a run trained; "" if it does not.
+def other_merge(rounded: RoundedAs | None, to: str, scales: str, *, packed: bool) -> str:
+    """A warning if a merge writes other weights than an adapter was trained as; "" if it does not.
 
     packed: the base is quantized.
     """
-    merge_aware = record.get("lora.merge_aware")
-    if not merge_aware:
+    if rounded is None:
         return ""
-    same = to == "same" if packed and merge_aware != "int4" else to == "int4" or (packed and to == "same")
-    if same and scales == record.get("lora.merge_aware_scales", "refit"):
+    own = to == "same" if packed and rounded.format != "int4" else to == "int4" or (packed and to == "same")
+    if own and (scales == rounded.scales or not packed):  # an unquantized base has no scales to keep
         return ""
-    return f"this run was trained for another merge: {merge_flags(record)}"
+    return f"this run was trained for another merge: {merge_flags(rounded)}"
 
 
 def begins(lora: LoraConfig) -> str:
@@ -252,4 +302,5 @@ def begins(lora: LoraConfig) -> str:
     start = (
         f"from {100 * lora.merge_aware_from:g} % of the steps on" if lora.merge_aware_from else "throughout"
     )
-    return f", rounded as merged ({lora.merge_aware}, {lora.merge_aware_scales} scales) {start}"
+    way = f", {lora.merge_aware_scales} scales" if lora.merge_aware_scales else ""
+    return f", rounded as merged ({lora.merge_aware}{way}) {start}"

@@ -173,13 +173,17 @@ class Adapters:
         from unfreeze.adapters.shards import remove_shards, save_index, save_shard
 
         model, base, prefix = state.model, portable(model_name), manifest.prefix
-        values = state.optimizer.masters
+        values, rounded = state.optimizer.masters, merge_aware.trained_as(state.model, self.lora)
+
+        def beside(place: Path) -> None:
+            merge_aware.write_rounded(place, rounded)
+            write_beside(place, manifest, base, state.run.path, TOKENIZER_FILES, rounded=rounded)
 
         def whole() -> None:
             save_adapter(model, folder, base_name=base, prefix=prefix, values=values)
             verify_adapter(model, folder, values=values)
             remove_shards(folder)
-            write_beside(folder, manifest, base, state.run.path, TOKENIZER_FILES)
+            beside(folder)
 
         if mesh.split == 1:
             mesh.all.on_rank0(whole)
@@ -193,7 +197,7 @@ class Adapters:
         def index() -> None:
             sizes = [len(mesh.rows_of(place)) for place in range(mesh.split)]
             save_index(model, shared, sizes, base, prefix)
-            write_beside(shared, manifest, base, state.run.path, TOKENIZER_FILES)
+            beside(shared)
 
         # remove the index first, so that shards of two steps are never read as one adapter
         mesh.all.on_rank0(lambda: (shared / INDEX).unlink(missing_ok=True))

@@ -6,17 +6,22 @@ twice a step.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.loops.numba_options import Kernel, array, inlined
+from unfreeze.kernels.loops.numba_options import LANES, Kernel, array, inlined, serial
+from unfreeze.quant.aimed import NEAR, factor_of, smallest
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import GRID_MAX, MAX_SCALE, OFFSET, Int4
+from unfreeze.quant.requantize import row_blocks
 
 SEVEN, EIGHT = np.float32(GRID_MAX), np.float32(OFFSET)
 LARGEST = np.float32(MAX_SCALE)
 INTEGERS = np.float32(1.5 * 2**23)  # added and taken away it leaves a whole number, half to even
+UNSURE = 1e-9  # relative; sums of 2^19 numbers in another order differ by less
 SIZE, INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
 
 
@@ -133,6 +138,50 @@ def _round(start, stop, w, change, factor, scales, keep, group, out32, out16, st
                     words[i] = to_bf16(np.float32(code_of(own[i], divisor, low, high) * scale))
 
 
+@serial
+def _steps(w, change, scales, group, steps, along):
+    """steps = |ΔW| / s and along = s |ΔW| of each weight -> ‖ΔW‖²; NaN if a group is not finite.
+
+    w, change float32 [N, M]; s as in `_round`. steps, along float32 [N M].
+    """
+    both, whole = np.empty(group, np.float32), np.float64(0)
+    for row in range(w.shape[0]):
+        for g in range(w.shape[1] // group):
+            first = g * group
+            own, delta = w[row, first : first + group], change[row, first : first + group]
+            for i in range(group):
+                both[i] = np.float32(own[i] + delta[i])
+            largest = absmax_bits(both)
+            if largest >= INFINITE:
+                return np.float64(np.nan)
+            scale = np.uint32(np.uint32(scales[row, g]) << np.uint32(16)).view(np.float32)
+            if not held(both, scale):
+                scale = refit(both, np.uint32(largest).view(np.float32))
+            divisor = np.float32(np.inf) if scale == 0 else scale
+            square = np.float32(scale * scale)
+            place = row * w.shape[1] + first
+            for i in range(group):
+                step = np.float32(abs(np.float32(delta[i] / divisor)))
+                steps[place + i] = step
+                along[place + i] = np.float32(step * square)
+                whole += np.float64(np.float32(delta[i] * delta[i]))
+    return whole
+
+
+@serial
+def _length(steps, along, c):
+    """Σ round(c · steps) · along, float32 products summed in float64."""
+    sums = np.zeros(LANES, np.float64)
+    whole = steps.size - steps.size % LANES
+    for first in range(0, whole, LANES):
+        for lane in range(LANES):
+            steps_c = np.float32(np.rint(np.float32(steps[first + lane] * c)))
+            sums[lane] += np.float64(np.float32(steps_c * along[first + lane]))
+    for i in range(whole, steps.size):
+        sums[0] += np.float64(np.float32(np.float32(np.rint(np.float32(steps[i] * c))) * along[i]))
+    return sums.sum()
+
+
 def rounds(codec: object, w: Tensor, out: Tensor) -> bool:
     """True if this loop rounds into that format: INT4 with scales in bf16, on a CPU."""
     return (
@@ -169,3 +218,28 @@ def requantize_int4(
     delta = np.empty((0, 0), np.float32) if change is None else array(change)
     own = array(w), delta, np.float32(factor), scales, keep is not None, codec.group_size
     _round(w.numel(), rows, *own, out32, out16, out.stride(0))
+
+
+def factor_int4(codec: Int4, w: Tensor, change: Tensor, base: Packed) -> float:
+    """c of quant/aimed.py: factor_of, the same bits. w, change [N, M] float32, of which `rounds` is true.
+
+    Sums here have another order. Where that could decide differently, factor_of itself is asked.
+    """
+    for first, last, parts in row_blocks(codec, w.shape, base.parts):
+        steps, along = np.empty((2, (last - first) * w.shape[1]), np.float32)
+        scales = array(parts["weight_scale"].contiguous())
+        own = array(w[first:last]), array(change[first:last]), scales, codec.group_size
+        whole = _steps(*own, steps, along)
+        if whole == 0:
+            continue
+        unsure = not np.isfinite(whole)
+
+        def length(c: float, steps: Any = steps, along: Any = along, whole: float = whole) -> float:
+            nonlocal unsure
+            sum = _length(steps, along, np.float32(c))
+            unsure |= not min(abs(sum / whole - 1), abs(sum / whole - 1 - NEAR)) > UNSURE
+            return sum
+
+        factor = smallest(length, whole)
+        return factor_of(codec, w, change, base.parts) if unsure else factor
+    return 1.0

@@ -43,22 +43,29 @@ def factor_of(codec: Codec, W: Tensor, change: Tensor, stored: Parts) -> float:
     """c of a matrix, found on its first 2^19 weights that change; LARGEST if no code would move."""
     for first, last, parts in row_blocks(codec, W.shape, stored):
         w, delta = W[first:last], change[first:last]
-        if delta.any():
+        if (whole := squares(delta)) > 0:
             on = kept(codec, w + delta, parts, refitted(codec, w + delta, parts))
             uniform = isinstance(codec, Int4)
             share = _of_steps(codec, delta, on[0]) if uniform else _of_codes(codec, w, delta, on)
-            return _smallest(share)
+            return smallest(share, whole)
     return 1.0
 
 
-def _smallest(share: Callable[[float], float]) -> float:
-    """The smallest c >= 1 with share(c) in [1, 1 + NEAR], by halving log2 c; LARGEST if there is none."""
+def squares(delta: Tensor) -> float:
+    """‖ΔW‖², float32 squares summed in float64."""
+    import torch
+
+    return float(delta.square().sum(dtype=torch.float64))
+
+
+def smallest(length: Callable[[float], float], whole: float) -> float:
+    """The smallest c >= 1 with length(c) / whole in [1, 1 + NEAR], by halving log2 c; else LARGEST."""
     low, high = 0.0, math.log2(LARGEST)
-    if share(1.0) >= 1:
+    if length(1.0) / whole >= 1:
         return 1.0
     while high - low > 1e-4:
         middle = (low + high) / 2
-        of = share(2.0**middle)
+        of = length(2.0**middle) / whole
         low, high = (low, middle) if of >= 1 else (middle, high)
         if 1 <= of < 1 + NEAR:
             break
@@ -66,29 +73,26 @@ def _smallest(share: Callable[[float], float]) -> float:
 
 
 def _of_steps(codec: Int4, delta: Tensor, parts: Parts) -> Callable[[float], float]:
-    """c -> kept where all codes of a group are one step s apart and none is the outermost: no code is made.
+    """c -> kept · ‖ΔW‖² if all codes of a group are one step s apart and none is the outermost: none is made.
 
-    Σ s² round(c |ΔW| / s) |ΔW| / s / ‖ΔW‖²
+    Σ s² round(c |ΔW| / s) |ΔW| / s
     """
     import torch
 
     scale = parts["weight_scale"].float().repeat_interleave(codec.group_size, -1)
     steps = (delta / torch.where(scale == 0, torch.inf, scale)).abs()
     along = steps * scale.square()
-    whole = float(delta.square().sum(dtype=torch.float64))
-    return lambda c: float(((steps * c).round_() * along).sum(dtype=torch.float64)) / whole
+    return lambda c: float(((steps * c).round_() * along).sum(dtype=torch.float64))
 
 
 def _of_codes(
     codec: Codec, w: Tensor, delta: Tensor, on: tuple[dict[str, Tensor], int]
 ) -> Callable[[float], float]:
-    """c -> kept, on any grid."""
+    """c -> kept · ‖ΔW‖², on any grid."""
     import torch
 
-    whole = float(delta.square().sum(dtype=torch.float64))
-
-    def share(c: float) -> float:
+    def length(c: float) -> float:
         moved = codec.dequantize(aimed(codec, w + c * delta, on)[0]).float() - w
-        return float((moved * delta).sum(dtype=torch.float64)) / whole
+        return float((moved * delta).sum(dtype=torch.float64))
 
-    return share
+    return length

@@ -33,6 +33,9 @@ ONLY: dict[str, tuple[object, str]] = {
 FROZEN = "frozen"
 """A quantization_status of older releases, which occurs with packed files too; the files decide. The library
 would round their unpacked weights at run time: not_followed warns about it."""
+UNPACKED = "CompressedTensorsConfig", "CompressedTensorsConfig(run_compressed=False)"
+"""A class of transformers, and the quantization_config of it that expands linear layers as they are loaded.
+Without it they have no `weight`, which peft asks for (transformers 5.23, peft 0.21)."""
 KNOWN = frozenset(
     "version global_compression_ratio run_compressed quant_method quantization_status format config_groups"
     " ignore".split()

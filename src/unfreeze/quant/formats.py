@@ -124,6 +124,18 @@ def _writer(config: Table) -> str:
     return f", {name}," if name else ""
 
 
+def unpacking(config: Table, modules: Collection[str]) -> tuple[str, str] | None:
+    """(class to import from transformers, value of quantization_config) with which peft can adapt a base.
+
+    modules: its packed ones. None where from_pretrained needs no such argument: routed experts are expanded
+    in any case.
+    """
+    table = _table(config)
+    if table is None or _method(table) != compressed.METHOD:
+        return None
+    return compressed.UNPACKED if any(".experts." not in module for module in modules) else None
+
+
 def not_followed(config: Table) -> str:
     """One line that names the fields of a quantization_config that are not followed; "" if there are none.
 

@@ -55,6 +55,14 @@ def begin(model: Decoder, roundings: Roundings) -> int:
     return len(adapted & roundings.keys())
 
 
+def scales(model: nn.Module) -> set[str]:
+    """The ways in which the matrices of this model's adapters are rounded; empty before it has begun."""
+    adapters = [site.adapter for site in sites(model)]
+    dense = {adapter.rounding.scales for adapter in adapters if isinstance(adapter, RoundedLowRank)}
+    experts = [adapter.roundings.values() for adapter in adapters if isinstance(adapter, RoundedExperts)]
+    return dense | {rounding.scales for of_site in experts for rounding in of_site}
+
+
 @contextmanager
 def _looked_at(model: nn.Module) -> Iterator[None]:
     """Context in which generation keeps the rounded codes."""

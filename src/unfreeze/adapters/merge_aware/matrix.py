@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.expand import expand
-from unfreeze.kernels.int4_requantize import requantize_int4, rounds
+from unfreeze.kernels.int4_requantize import factor_int4, requantize_int4, rounds
 from unfreeze.quant.aimed import aimed, factor_of
 from unfreeze.quant.codec import Codec, Packed
 from unfreeze.quant.halves import HALVES, Halves, stacked
+from unfreeze.quant.int4 import Int4
 from unfreeze.quant.kept import kept, refitted
 from unfreeze.quant.requantize import Scales, below, requantized, row_blocks
 
@@ -59,9 +60,11 @@ def rounded(
             if low == high == 0:
                 place.copy_(half.dequantize())
             else:
-                if rounding.scales == "keep-change" and number not in known:
-                    known[number] = factor_of(half.codec, _float(half), delta, half.parts)
-                _in_place(half, delta, rounding.scales, place, known.get(number, 1.0))
+                aims = rounding.scales == "keep-change"
+                w = _float(half) if aims else None
+                if w is not None and number not in known:
+                    known[number] = _factor(half, w, delta)
+                _in_place(half, delta, rounding.scales, place, known.get(number, 1.0), w)
         else:
             _into(half, delta, rounding.to, place)
     return out
@@ -90,7 +93,7 @@ def _parts_in_place(base: Packed, change: Tensor, scales: Scales) -> dict[str, T
     """The parts of Q in W's own format."""
     if not change.any():
         return dict(base.parts)
-    factor = factor_of(base.codec, _float(base), change, base.parts) if scales == "keep-change" else 1.0
+    factor = _factor(base, _float(base), change) if scales == "keep-change" else 1.0
     blocks = [block for _, _, block in _blocks(base, change, scales, factor)]
     return {suffix: below([block[suffix] for block in blocks]) for suffix in blocks[0]}
 
@@ -116,12 +119,21 @@ def _float(base: Packed) -> Tensor:
     return expand(base, None, torch.empty(base.shape[-2:], device=base.device))
 
 
-def _in_place(base: Packed, change: Tensor, scales: Scales, out: Tensor, factor: float) -> None:
-    """Q in W's own format. factor: c of keep-change."""
+def _factor(base: Packed, w: Tensor, change: Tensor) -> float:
+    """c of keep-change. w: W in float32."""
+    if isinstance(base.codec, Int4) and rounds(base.codec, change, w):
+        return factor_int4(base.codec, w, change, base)
+    return factor_of(base.codec, w, change, base.parts)
+
+
+def _in_place(
+    base: Packed, change: Tensor, scales: Scales, out: Tensor, factor: float, own: Tensor | None
+) -> None:
+    """Q in W's own format. factor, own: c of keep-change, and W in float32 there."""
     codec = base.codec
     if rounds(codec, change, out):
-        if scales == "keep-change":
-            requantize_int4(codec, _float(base), out, base, change, factor)
+        if own is not None:
+            requantize_int4(codec, own, out, base, change, factor)
         else:
             w = change.add_(expand(base, None, out))
             requantize_int4(codec, w, out, base if scales == "keep" else None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from unfreeze.checkpoint.manifest import inside
-from unfreeze.config.adapter import PACKED, ROPE, new_token_ids
+from unfreeze.config.adapter import PACKED, ROPE, RoundedAs, kind_of, new_token_ids
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.longer import Longer
@@ -24,10 +24,10 @@ from unfreeze.job.merge_aware import merge_flags
 from unfreeze.models import ONLY_HERE
 from unfreeze.models.longer import fields_of
 from unfreeze.models.wrappers import WRAPPERS
+from unfreeze.quant.formats import unpacking
 from unfreeze.report.events import last
 from unfreeze.report.run import facts, read_run
 from unfreeze.report.verdict import rerun_command, verdict
-from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
@@ -54,7 +54,8 @@ if len(tokenizer) > model.config.vocab_size:
 ```
 """
 ADAPTER = "FOLDER_OR_ID_OF_THIS_ADAPTER"
-ROUNDED = "It was trained through the rounding of a merge, as the merged model:"
+TRAINED_ROUNDED = "It was trained through the rounding of a merge, as the merged model:"
+UNMERGED = " `unfreeze chat RUN` rounds too; an export is the LoRA adapter alone, whose answers differ."
 
 
 def write_beside(
@@ -67,11 +68,13 @@ def write_beside(
     reader: str = "peft",
     left_out: Sequence[str] = (),
     base_id: str = "",
+    rounded: RoundedAs | None = None,
 ) -> None:
     """Write the card and the base's tokenizer files into an adapter's folder.
 
     base: folder or Hub id; base_id: the Hub id that the user gave. run: the run that made it, None if
-    unknown. left_out: modules missing from the file because the reader doesn't apply them.
+    unknown. left_out: modules missing from the file because the reader doesn't apply them. rounded: what the
+    adapter was trained through.
 
     Raises CheckpointError if a tokenizer file is a link that leads out of the checkpoint.
     """
@@ -90,6 +93,9 @@ def write_beside(
         reader=reader,
         base_id=base_id,
         model_type=str(manifest.config.get("model_type")),
+        kind=kind_of(folder, run),
+        rounded=rounded,
+        unpack=_unpacking(manifest),
     )
     if new_token_ids(folder):
         text += TOKENS_ADDED
@@ -116,6 +122,16 @@ def write_beside(
             " differ from the run's.\n"
         )
     write_file(folder / CARD, text)
+
+
+def _unpacking(manifest: Manifest) -> tuple[str, str] | None:
+    """How transformers has to load the base for peft; None if nothing needs to be said."""
+    scheme = None if manifest.on_load else manifest.scheme()
+    if scheme is None:
+        return None
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in manifest.tensors)
+    packed = [module for module in modules if scheme.stored(module, manifest.tensors) is not None]
+    return unpacking(manifest.config, packed)
 
 
 def _longer(longer: Longer) -> str:
@@ -169,8 +185,14 @@ def card(
     reader: str = "peft",
     base_id: str = "",
     model_type: str = "",
+    kind: str = "LoRA",
+    rounded: RoundedAs | None = None,
+    unpack: tuple[str, str] | None = None,
 ) -> str:
-    """Text of README.md. It shows how to load the adapter in peft, not in other readers."""
+    """Text of README.md. It shows how to load the adapter in peft, not in other readers.
+
+    kind: of the adapter (`kind_of`). rounded: what it was trained through. unpack: as in `usage`.
+    """
     identity, alone = base_id or hub_id(base), model_type in ONLY_HERE
     name = identity or Path(base).name
     lines = ["---"]
@@ -179,20 +201,25 @@ def card(
     lines += ["pipeline_tag: text-generation", *license_of(base_folder)]
     lines += ["tags:", "- lora", "- unfreeze", "---", ""]
     lines += [f"# {run.resolve().name if run else f'Adapter for {name}'}", ""]
-    lines += [f"A LoRA adapter for {name}, made with unfreeze.", ""]
+    lines += [f"A {kind} adapter for {name}, made with unfreeze.", ""]
     if run is not None and (run / RESOLVED).is_file():
         lines += _of_run(run)
-        if flags := merge_flags(read_object(run / RESOLVED, ConfigError)):
-            lines += [f"{ROUNDED} `unfreeze merge RUN {flags}` writes it; unmerged, answers differ.", ""]
+    if flags := merge_flags(rounded):
+        lines += [f"{TRAINED_ROUNDED} `unfreeze merge RUN {flags}` writes it.{UNMERGED}", ""]
     if reader != "peft":
         return "\n".join([*lines, f"The files have the layout of {reader}.", ""])
-    lines += usage(name, model_type, adapter=ADAPTER)
+    lines += usage(name, model_type, adapter=ADAPTER, unpack=unpack)
     lines += [PEFT] if has_experts and not alone else []
     return "\n".join(lines)
 
 
-def usage(base: str, model_type: str, *, adapter: str = "") -> list[str]:
+def usage(
+    base: str, model_type: str, *, adapter: str = "", unpack: tuple[str, str] | None = None
+) -> list[str]:
     """Section of a card on loading `base` in transformers, with an adapter in peft.
+
+    unpack: a class of transformers and the quantization_config of it that the base is loaded with
+    (quant/formats.py).
 
     A model that only unfreeze has is loaded by it.
 
@@ -204,16 +231,18 @@ def usage(base: str, model_type: str, *, adapter: str = "") -> list[str]:
         return ["## Use", "", "```bash", f"unfreeze chat {words}", "```", "", only, ""]
     # a wrapper around a text_config, with what it sees by
     names = "AutoModelForImageTextToText" if model_type in WRAPPERS else "AutoModelForCausalLM"
-    load = [f'model = {names}.from_pretrained("{base}")']
+    more, own = (f", {unpack[0]}", ", quantization_config=packing") if unpack else ("", "")
+    load = [f'model = {names}.from_pretrained("{base}"{own})']
     if model_type == "kimi_k2":
         names = "DeepseekV3Config, DeepseekV3ForCausalLM"
         load = [
             f'config = DeepseekV3Config.from_pretrained("{base}")',
             'config.model_type = "deepseek_v3"  # transformers does not know kimi_k2',
-            f'model = DeepseekV3ForCausalLM.from_pretrained("{base}", config=config)',
+            f'model = DeepseekV3ForCausalLM.from_pretrained("{base}", config=config{own})',
         ]
+    load = [*([f"packing = {unpack[1]}  # peft adapts expanded layers"] if unpack else []), *load]
     lines = ["## Use", "", "```python", *(["from peft import PeftModel"] if adapter else [])]
-    lines += [f"from transformers import {names}", "", *load]
+    lines += [f"from transformers import {names}{more}", "", *load]
     lines += [f'model = PeftModel.from_pretrained(model, "{adapter}")'] if adapter else []
     return [*lines, "```", ""]
 

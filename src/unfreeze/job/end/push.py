@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from unfreeze.checkpoint.hub import needs_hub
+from unfreeze.config.adapter import kind_of
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes
@@ -61,7 +62,7 @@ def push(folder: Path, repository: str, names: Collection[str], *, yes: bool) ->
             repo_id=repository,
             folder_path=folder,
             allow_patterns=[path.name for path in files],
-            commit_message="Upload a LoRA adapter",
+            commit_message=f"Upload a {kind_of(folder)} adapter",
         )
     except (HTTPError, OSError, ValueError) as error:
         words = str(error).strip().splitlines() or [type(error).__name__]

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unfreeze.config.adapter import rounded_as
 from unfreeze.config.recipes import read_resolved
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import DataEvent, EndEvent, Event, PlanEvent, ReceiptEvent, TrainEvent
 from unfreeze.job.end.folder import again
 from unfreeze.job.merge_aware import merge_flags
@@ -81,8 +81,8 @@ def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bo
     reader, note = (plan.get("export_for", "vllm"), plan.get("export_note", "")) if plan else ("vllm", "")
     if not export and of_texts(run_dir):  # it has read no conversation: an answer would be a surprise
         return f'next: unfreeze generate {name} --prompt "…"'
-    record = read_resolved(run_dir, ConfigError) if (run_dir / RESOLVED).is_file() else {}
-    if export and (flags := merge_flags(record)):
+    adapter = run_dir / "adapter"
+    if export and adapter.is_dir() and (flags := merge_flags(rounded_as(adapter))):
         return f"next: unfreeze merge {name} {flags}    unfreeze chat {name}"
     if not export or not reader:
         return f'next: unfreeze chat {name}    unfreeze generate {name} --prompt "…"'

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from unfreeze.core.command import Common
 from unfreeze.core.garbage import take_up
+from unfreeze.job.opening.load import load_as_trained
 from unfreeze.job.opening.source import open_as_trained
 from unfreeze.tracking.live import LoadProgress
 
@@ -86,7 +87,6 @@ def load_shown(source: str, dtype: str, device: str, common: Common, base: str =
     opened, manifest = open_as_trained(source, say(common), base)
     place = pick_device(device)
 
-    from unfreeze.generate.model import load_opened
     from unfreeze.generate.open import dtype_of
     from unfreeze.kernels import cards
     from unfreeze.kernels.precision import precision, slow
@@ -99,6 +99,6 @@ def load_shown(source: str, dtype: str, device: str, common: Common, base: str =
         say(common)(f"warning: {why}; faster: --dtype float32")
     take_up()  # all imports are done
     with LoadProgress(quiet=common.quiet) as progress:
-        model = load_opened(opened, manifest, dtype_of(dtype), place, progress, say(common))
+        model = load_as_trained(opened, manifest, dtype_of(dtype), place, progress, say(common))
     model.engine.say = say(common)
     return model

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from unfreeze.generate.source import ModelSource
 
 
-def open_as_trained(source: str, say: Callable[[str], None], base: str = "") -> tuple[ModelSource, Manifest]:
+def open_as_trained(
+    source: str, say: Callable[[str], None] | None, base: str = ""
+) -> tuple[ModelSource, Manifest]:
     """`open_source`, with a base that the adapter's run packed (`--quantize`) packed again.
 
     Without torch unless the base is packed. Raises UserError as `open_source` and `packed_on_load`.
@@ -25,4 +27,4 @@ def open_as_trained(source: str, say: Callable[[str], None], base: str = "") -> 
 
     from unfreeze.compress.quantize.onload import as_trained
 
-    return opened, as_trained(manifest, opened.adapter, say)
+    return opened, as_trained(manifest, opened.adapter, say or (lambda line: None))
