@@ -86,8 +86,8 @@ def judged(run: RunFolder) -> tuple[str, bool]:
     """Return (verdict, True if the run learnt).
 
     Such as 'tiny-k2 learnt 1,219 answers of yoda.jsonl in 2 min 20 s of training: style 0 → 98 %.'
-    "learnt" needs a finished run that saw all of its data, and proof in its events (report/learnt.py): held-out
-    loss, or training loss in enough steps. Otherwise the problem follows, with a remedy.
+    "learnt" needs a finished run that saw all of its data, and proof in its events (report/learnt.py):
+    held-out loss, or training loss in enough steps. Otherwise the problem follows, with a remedy.
     """
     model, what = _model(run) or "The model", _what(run)
     if not run.train:
