@@ -112,9 +112,7 @@ def quantize(config: Config, common: Common) -> dict[str, Any]:
     work = quantize_work(manifest, config.to, config.modules)
     assert work.packing is not None
     if (tokenizer := manifest.path / "tokenizer.json").is_file():
-        read_object(
-            tokenizer, CheckpointError
-        )  # carried over: with a cut one the result would not load
+        read_object(tokenizer, CheckpointError)  # carried over: with a cut one the result would not load
     inputs = by_shards.inputs_of(manifest, config.to, tuple(work.packing.modules))
     rows = quantize_rows.rows_of(config.calibrate, config.measure, config.columns, manifest, say(common))
     inputs["calibrate"] = quantize_rows.digest(rows)
