@@ -315,3 +315,14 @@ def test_a_packed_head_is_trained_beside_and_gets_no_rows(base, files, tmp_path,
     run_of(packed, files, tmp_path / "run", "--steps", 1, "--lora.targets", "all-linear", "lm_head")
     run_of(packed, files, tmp_path / "other", "--steps", 1, "--new-tokens", files / "new.txt", code=2)
     assert "the output head, which is packed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, unused", [("<call>one", True), ("<call>one<never>", False)])
+def test_new_tokens_that_no_row_has_are_warned_of(text, unused, base, tmp_path):
+    """Control arm: rows that have both."""
+    (tmp_path / "new.txt").write_text("<call>\n<never>\n")
+    rows = [{"prompt": f"{n}?", "completion": text} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = run_of(base, tmp_path, tmp_path / "run", "--new-tokens", tmp_path / "new.txt", "--steps", "1")
+    words = "1 of 2 new tokens are in none of 3 rows; first: '<never>'"
+    assert (words in (run / "events.jsonl").read_text()) == unused
