@@ -182,6 +182,8 @@ def test_the_first_line_has_the_worst_group_and_what_bf16_keeps():
         "attention": {"written": ["BF16"], "ways": ways(1.0, 0.0, 1.0)},
     }
     assert command.loses_most(groups) == "the experts lose most (3 % of their change is kept)"
+    mlp = command.loses_most({"mlp": groups["experts"]})
+    assert mlp == "the mlp layers lose most (3 % of their change is kept)"
     config = command.Config(run="runs/mine")
     assert command.in_bf16(groups, config) == "bf16 keeps 99.9 %"  # never rounded up to all of it
     assert command.rounding_remedy(groups, config).startswith("--to bf16, or serve")  # no scales to keep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -130,3 +131,20 @@ def test_other_words_lead_here(folders, capsys):
     merged = refused(capsys, "merge", folders["llama"], "--to", "int4")
     assert "has no adapter to merge" in merged and f"unfreeze quantize {folders['llama']} --to int4" in merged
     assert "quantize writes it" in refused(capsys, "merge", folders["llama"], "--to", "nf4")
+
+
+def test_a_cut_tokenizer_is_refused_before_a_byte_is_written(folders, tmp_path, capsys):
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(folders["llama"], model)
+    for text, code in (('{"model": {', 2), ("{}", 0)):  # control arm: a whole file
+        (model / "tokenizer.json").write_text(text)
+        got, words, _ = run(capsys, "quantize", model, "--to", "int8", "--out", out)
+        assert got == code and ("tokenizer.json is not JSON" in words) == (code == 2)
+        assert out.exists() == (code == 0)
+
+
+def test_columns_need_rows(folders, tmp_path, capsys):
+    flags = ["quantize", folders["llama"], "--to", "int8", "--out", tmp_path / "out", "--columns", "text=t"]
+    code, words, _ = run(capsys, *flags)
+    assert code == 2 and "--columns has no effect without rows" in words
+    assert run(capsys, *flags[:-2])[0] == 0  # control arm

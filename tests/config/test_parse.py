@@ -105,3 +105,13 @@ def test_fields_of_a_table_that_exclude_each_other_are_named_without_the_table()
             parse(Config, [*flags, *other], command="sft", description="")
         assert caught.value.message.startswith("merge_aware rounds ordinary factors, not lora.")
     assert parse(Config, flags, command="sft", description="").lora.merge_aware == "int4"  # control arm
+
+
+@pytest.mark.parametrize("setting", [("--merge-aware-from", "0.5"), ("--merge-aware-scales", "keep-change")])
+def test_settings_of_merge_aware_training_need_it(setting):
+    from unfreeze.config.sft import Config
+
+    flags = ["--model", "m", "--data", "d", *setting]
+    with pytest.raises(ConfigError, match="has no effect without merge_aware: give it too, such as int4"):
+        parse(Config, flags, command="sft", description="")
+    parse(Config, [*flags, "--merge-aware", "int4"], command="sft", description="")  # control arm

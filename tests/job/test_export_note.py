@@ -46,11 +46,11 @@ NEMOTRON = SMALL | {
 LLAMA = SMALL | {"num_hidden_layers": 2, "model_type": "llama", "intermediate_size": 32}
 
 
-def hint(config, tmp_path, targets=("all-linear",), tokenizer=None):
+def hint(config, tmp_path, targets=("all-linear",), tokenizer=None, **fields):
     """export_hint of adapters on a model on meta. tokenizer: folder of one with new tokens."""
     model = models.from_config(config, torch.float32)
     start = Manifest(tmp_path, config, {}, "", (), tokenizer=tokenizer)
-    return export_hint(LoraConfig(targets=targets), start, model)
+    return export_hint(LoraConfig(targets=targets, **fields), start, model)
 
 
 def test_experts_that_no_reader_of_vllms_layout_knows_are_exported_for_peft(tmp_path):
@@ -71,6 +71,8 @@ def test_new_tokens_and_adapters_of_the_embeddings_are_exported_for_peft(tmp_pat
     words = "vllm and sglang load LoRA alone; for them: unfreeze merge RUN --to bf16"
     assert hint(LLAMA, tmp_path, tokenizer=tmp_path) == ("peft", words)
     assert hint(LLAMA, tmp_path, ("all-linear", "embed_tokens")) == ("peft", words)
+    dora = "vllm and sglang read no DoRA; for them: unfreeze merge RUN --to bf16"
+    assert hint(LLAMA, tmp_path, dora=True) == ("peft", dora)
 
 
 @pytest.mark.parametrize("kind, name", [("qwen3_vl", "ImageTextToText"), ("llama", "CausalLM")])

@@ -271,6 +271,12 @@ def test_another_recipe_in_a_runs_folder_is_refused(interrupted: list[str], tmp_
     run.mkdir()
     (run / "resolved_config.json").write_text('{"recipe": "sft"}', encoding="utf-8")
     refuse_other_recipe(run, "sft")
+    model = tmp_path / "model"
+    model.mkdir()
+    refuse_other_recipe(model, "sft")  # control arm: a new folder
+    (model / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds a model, and a run needs a folder of its own"):
+        refuse_other_recipe(model, "sft")
     refuse_other_recipe(tmp_path / "none", "distill")
     with pytest.raises(ConfigError, match="is a run of unfreeze sft, and this is unfreeze distill"):
         refuse_other_recipe(run, "distill")

@@ -315,3 +315,31 @@ def test_a_packed_head_is_trained_beside_and_gets_no_rows(base, files, tmp_path,
     run_of(packed, files, tmp_path / "run", "--steps", 1, "--lora.targets", "all-linear", "lm_head")
     run_of(packed, files, tmp_path / "other", "--steps", 1, "--new-tokens", files / "new.txt", code=2)
     assert "the output head, which is packed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, unused", [("<call>one", True), ("<call>one<never>", False)])
+def test_new_tokens_that_no_row_has_are_warned_of(text, unused, base, tmp_path):
+    """Control arm: rows that have both."""
+    (tmp_path / "new.txt").write_text("<call>\n<never>\n")
+    rows = [{"prompt": f"{n}?", "completion": text} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = run_of(base, tmp_path, tmp_path / "run", "--new-tokens", tmp_path / "new.txt", "--steps", "1")
+    words = "1 of 2 new tokens are in none of 3 rows; first: '<never>'"
+    assert (words in (run / "events.jsonl").read_text()) == unused
+
+
+def test_the_remedy_for_a_tokenizer_of_tiktoken_gives_the_same_tokens(tmp_path):
+    """Control arm: beside a config.json that transformers does not know, it reads no tokenizer."""
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        shutil.copy(TINY_K2 / name, tmp_path / name)
+    transformers.AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    shutil.copy(TINY_K2 / "config.json", tmp_path / "config.json")
+    assert (tmp_path / "tokenizer.json").is_file()
+    before, after = load_tokenizer(TINY_K2), load_tokenizer(tmp_path)
+    rows = (TINY_K2 / "held_out.jsonl").read_text(encoding="utf-8").splitlines()[:40]
+    for text in [*rows, "don't HELLO'S\n\n  1234567", "漢字かな한국어 mixed中文english", "Łódź é"]:
+        assert before.encode(text, specials=False) == after.encode(text, specials=False)
+    turn = "<|im_user|>user<|im_middle|>x<|im_end|>"
+    assert before.encode(turn, specials=True) == after.encode(turn, specials=True)
+    with pytest.raises(AttributeError, match="max_position_embeddings"):
+        transformers.AutoTokenizer.from_pretrained(TINY_K2)

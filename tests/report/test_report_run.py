@@ -87,6 +87,7 @@ def test_a_load_that_lost_precision_says_so():
 
 def test_decimal_bytes():
     assert [decimal_bytes(size) for size in (7_340_032, 9.2e8, 5.95e11)] == ["7.3 MB", "0.92 GB", "595.00 GB"]
+    assert [decimal_bytes(size) for size in (0, 12_480, 50_001)] == ["0.0 MB", "12.5 kB", "0.1 MB"]
 
 
 @pytest.mark.parametrize(

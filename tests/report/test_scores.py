@@ -69,6 +69,7 @@ def test_words(record):
     (grid,) = grid_tables(record)
     assert grid.rows == [("256 tokens", "0.25 → 1.00", "– → –")]
     assert [number(value) for value in (None, 0.12345, 1234.5678)] == ["–", "0.123", "1,234.6"]
+    assert [number(value, "+") for value in (330310.4, -59745.2)] == ["+330,310", "-59,745"]
     assert title_of({"task": "ppl:a", "measure": "perplexity", "unit": ""}) == "ppl:a, perplexity"
     assert title_of({"task": "needle", "measure": "log p", "unit": "nats"}) == "needle, log p (nats)"
 

@@ -347,6 +347,17 @@ def test_of_too_few_steps_no_run_learns_and_the_remedy_is_said(steps, learnt, tm
     assert ("was trained on" in said) != learnt and ("learnt" in said) == learnt
 
 
+@pytest.mark.parametrize("change, proven", [(-1.5, True), (-0.001, False)])
+def test_a_held_out_loss_that_fell_is_not_called_too_few_steps(change, proven, tmp_path):
+    """Control arm: a change within its error, of which the warning is said as before."""
+    few = "only 8 steps of 4,096 tokens (3 epochs of this data), too few to learn much: --epochs 40, or --tok"
+    warned = {"kind": "warning", "step": 0, "message": few}
+    measured = evals(loss=(3.0, 3.0 + change))
+    events = [START, DATA, RECEIPT, warned, *train(3, 3, 2, 2, 2, 2, 1, 1), *measured, {**END, "step": 8}]
+    said = verdict(read_run(made(tmp_path / "r", events)))
+    assert ("learnt" in said) == proven and ("Too few steps" in said) != proven
+
+
 def test_the_warning_that_the_verdict_knows_is_the_one_that_a_run_emits():
     from unfreeze.config.tables import Training
     from unfreeze.job.data import few_steps

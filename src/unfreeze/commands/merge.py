@@ -268,7 +268,8 @@ def loses_most(groups: dict[str, dict[str, Any]]) -> str:
     if of["kept"] >= ALL:
         return f"largest rounding error: {group.replace('_', ' ')} layers ({100 * of['noise']:.0f} % noise)"
     left = f"{_percent(of['kept'])} of their change is kept{_noise(of)}"
-    return f"the {group.replace('_', ' ')} lose most ({left})"
+    layers = "" if group.endswith("s") else " layers"  # the experts, the mlp layers
+    return f"the {group.replace('_', ' ')}{layers} lose most ({left})"
 
 
 def in_bf16(groups: dict[str, dict[str, Any]], config: Config) -> str:

@@ -22,13 +22,14 @@ from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.config.sft import PackedFormat, PackedModules
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.core.field import about
 from unfreeze.core.torchrun import started
 from unfreeze.core.units import format_bytes
 from unfreeze.job.end.card import hub_id, license_of, usage
 from unfreeze.job.opening.device import say
 from unfreeze.tracking.live import LoadProgress
+from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     from unfreeze.compress.quantize.write import Record
@@ -90,6 +91,10 @@ def quantize(config: Config, common: Common) -> dict[str, Any]:
     """
     from unfreeze.checkpoint import open_checkpoint
 
+    if config.columns and not (config.calibrate or config.measure):
+        raise ConfigError(
+            "--columns has no effect without rows", next="--calibrate FILE or --measure FILE, or leave it out"
+        )
     if started().size > 1:
         raise ConfigError(
             f"quantize runs in one process, but torchrun started {started().size}",
@@ -106,6 +111,8 @@ def quantize(config: Config, common: Common) -> dict[str, Any]:
     # refuse everything that can be refused before writing a byte
     work = quantize_work(manifest, config.to, config.modules)
     assert work.packing is not None
+    if (tokenizer := manifest.path / "tokenizer.json").is_file():
+        read_object(tokenizer, CheckpointError)  # carried over: with a cut one the result would not load
     inputs = by_shards.inputs_of(manifest, config.to, tuple(work.packing.modules))
     rows = quantize_rows.rows_of(config.calibrate, config.measure, config.columns, manifest, say(common))
     inputs["calibrate"] = quantize_rows.digest(rows)

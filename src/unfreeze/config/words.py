@@ -45,7 +45,8 @@ def wrong(name: str, value: object, fault: Mapping[str, Any]) -> str:
     if kind in MUST:
         return f"{subject}: {MUST[kind].format(**context)}"
     if kind == "literal_error":
-        return f"{subject} is not one of {context['expected'].replace(' or ', ', ')}{value_hint(name, value)}"
+        words = context["expected"].replace(" or ", ", ").removeprefix("'', ")  # '': the flag is left out
+        return f"{subject} is not one of {words}{value_hint(name, value)}"
     if (word := IS_NO.get(kind.partition("_")[0])) and kind != "string_too_short":
         return f"{subject} is not {word}"
     message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "should be")

@@ -105,7 +105,7 @@ def add_tokens(source: Path, tokenizer: Tokenizer, tokens: Sequence[NewToken], f
     if text is None or not (source / "tokenizer.json").is_file():
         raise ConfigError(
             f"lora.new_tokens needs a tokenizer.json, and {source} has a tokenizer in tiktoken's format",
-            next="convert it with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+            next="in a copy DIR without config.json: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
         )
     if there := [token.text for token in tokens if tokenizer.token_id(token.text) is not None]:
         raise ConfigError(

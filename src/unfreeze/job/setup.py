@@ -34,7 +34,7 @@ from unfreeze.job.data import (
 from unfreeze.job.end.folder import write_resolved
 from unfreeze.job.end.resume import refuse_other_base
 from unfreeze.job.end.written import forget_written
-from unfreeze.job.opening.added import with_new_tokens
+from unfreeze.job.opening.added import unused_tokens, with_new_tokens
 from unfreeze.job.opening.device import say
 from unfreeze.job.opening.kernels import predicted_ops, settle_kernels
 from unfreeze.job.opening.loading import load_divided, load_weights
@@ -270,6 +270,8 @@ def begun(setup: Setup, rows: EncodedData, plan: Plan, at: Placed) -> tuple[Sour
         folder.events.emit("warning", 0, message=": ".join(few))
     if folder.step == 0 and (both := both_given(training)):
         folder.events.emit("warning", 0, message=both)
+    if folder.step == 0 and (unused := unused_tokens(parts.trained, rows.dataset.examples)):
+        folder.events.emit("warning", 0, message=unused)
     source = with_second(setup, rows, at, source, steps)  # can run the starting model
 
     optimizer = optimizer_of(model, config, plan.layout, setup.device, at.held, setup.group)

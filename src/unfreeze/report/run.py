@@ -317,8 +317,10 @@ def load_words(load: LoadEvent) -> str:
 def decimal_bytes(num_bytes: float) -> str:
     """Format bytes of files and transfers in decimal units, as disks and links are sold.
 
-    '4.1 MB', '0.92 GB'. For memory use core.units.format_bytes.
+    '4.1 MB', '0.92 GB', and '12.5 kB' for what would be 0.0 MB. For memory use core.units.format_bytes.
     """
+    if 0 < num_bytes < 5e4:
+        return f"{num_bytes / 1e3:.1f} kB"
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 

@@ -45,7 +45,9 @@ def number(value: float | None, sign: str = "") -> str:
     """Return a score in words: three decimals, fewer for large ones."""
     if value is None:
         return ABSENT
-    return format(value, f"{sign},.3f" if abs(value) < 100 else f"{sign},.5g")
+    return format(
+        value, f"{sign},.3f" if abs(value) < 100 else f"{sign},.5g" if abs(value) < 1e4 else f"{sign},.0f"
+    )
 
 
 def with_interval(one: Mapping[str, Any], sign: str = "") -> str:

@@ -86,8 +86,8 @@ def judged(run: RunFolder) -> tuple[str, bool]:
     """Return (verdict, True if the run learnt).
 
     Such as 'tiny-k2 learnt 1,219 answers of yoda.jsonl in 2 min 20 s of training: style 0 → 98 %.'
-    "learnt" needs a finished run that saw all of its data in enough steps, and proof in its events
-    (report/learnt.py). Otherwise the problem follows, with a remedy.
+    "learnt" needs a finished run that saw all of its data, and proof in its events (report/learnt.py):
+    held-out loss, or training loss in enough steps. Otherwise the problem follows, with a remedy.
     """
     model, what = _model(run) or "The model", _what(run)
     if not run.train:
@@ -95,7 +95,8 @@ def judged(run: RunFolder) -> tuple[str, bool]:
     evidence, time = finding(run), f"{format_seconds(run.seconds)} of training"
     measured = f": {evidence.measured}." if evidence.measured else "."
     if run.state == "done":
-        few = _too_few(run)
+        proven = evidence.learnt and any("loss" in event for event in evals_of(run.events))
+        few = "" if proven else _too_few(run)  # held-out loss that fell beyond its error took enough steps
         learnt = evidence.learnt and not what.seen and not few
         done = what.seen or f"{what.learnt if learnt else 'was trained on'} {what.all}"
         return f"{model} {done} in {time}{measured}{evidence.note}{few}", learnt

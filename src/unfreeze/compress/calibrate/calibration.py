@@ -150,7 +150,7 @@ def check_rows(matrices: Sequence[Matrix], model: Decoder, batches: Sequence[Bat
     needed = min(least, default=0)
     if tokens < needed:
         raise DataError(
-            f"{tokens:,} calibration tokens; {least[needed].name} needs {needed:,}, and no matrix fewer",
+            f"{tokens:,} calibration tokens; {least[needed].name} needs {needed:,}, others as many or more",
             next="give more rows with --calibrate, or leave it out to round to the nearest",
         )
 

@@ -70,7 +70,7 @@ def family_of(shape: Shape) -> Family:
     if shape.model_type not in FAMILIES:
         raise ConfigError(
             f"GGUF of model type {shape.model_type} is not written; written: {', '.join(FAMILIES)}",
-            next="unfreeze merge --to bf16, then convert_hf_to_gguf.py of llama.cpp",
+            next="convert_hf_to_gguf.py of llama.cpp; a run first: unfreeze merge RUN --to bf16 --out DIR",
         )
     for words in _not_held(shape, FAMILIES[shape.model_type]):
         raise ConfigError(

@@ -30,7 +30,9 @@ class TokenizerJson:
         try:
             self._backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every malformed file
-            raise CheckpointError(f"{path.name} cannot be read: {error}") from None
+            raise CheckpointError(
+                f"{path} cannot be read: {error}", next="download or copy this file again"
+            ) from None
         self._backend.no_truncation()
         self._backend.no_padding()
         self.base_size = self._backend.get_vocab_size(with_added_tokens=False)

@@ -106,8 +106,13 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
 
 
 def refuse_other_recipe(folder: Path, recipe: str) -> None:
-    """Raise ConfigError if the folder's run is of another recipe: its loss would change."""
+    """Raise ConfigError if the folder's run is of another recipe: its loss would change; or a model."""
     path = folder / RESOLVED
+    if not path.is_file() and (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} holds a model, and a run needs a folder of its own",
+            next="give another folder with --out",
+        )
     began = read_object(path, ConfigError).get("recipe", recipe) if path.is_file() else recipe
     if began != recipe:
         raise ConfigError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +16,10 @@ from unfreeze.job.trained import Adapters, Continued, Trained
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.config.tables import Data
-    from unfreeze.data import Tokenizer
+    from unfreeze.data import Example, Tokenizer
     from unfreeze.train.run import Run
 
+LOOKED_AT = 10_000  # rows; more of a large file are not read before training
 FOLDER = "tokenizer"
 """Folder in a run with the tokenizer's files and the new tokens."""
 
@@ -57,3 +60,22 @@ def with_new_tokens(
             next="restore the file, or give another --out",
         )
     return open_tokenizer(run, data, run.path / FOLDER), replace(start, tokenizer=run.path / FOLDER)
+
+
+def unused_tokens(trained: Trained, rows: Iterable[Example]) -> str:
+    """A warning about new tokens that occur in none of the first rows, so that they do not train; or ""."""
+    if not isinstance(trained, Adapters) or trained.added is None:
+        return ""
+    texts = (token.text for token in trained.added.tokens)
+    left, rows_read = dict(zip(trained.added.ids, texts, strict=True)), 0
+    for row in islice(rows, LOOKED_AT):
+        rows_read += 1
+        for token in left.keys() & set(row.tokens):
+            del left[token]
+        if not left:
+            return ""
+    first, count = next(iter(left.values())), len(trained.added.ids)
+    return (
+        f"{len(left)} of {count} new tokens are in none of {rows_read:,} rows; first: {first!r}. Without rows"
+        " they stay as they began"
+    )

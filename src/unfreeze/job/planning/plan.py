@@ -395,7 +395,7 @@ def export_hint(lora: LoraConfig | None, start: Manifest, model: Decoder) -> tup
     if lora is None:
         return "vllm", ""
     if lora.dora:
-        return "peft", "vllm and sglang read no DoRA; for them: unfreeze merge"
+        return "peft", "vllm and sglang read no DoRA; for them: unfreeze merge RUN --to bf16"
     model_type = str(start.config.get("model_type"))
     if model_type in ONLY_HERE:
         return "", f"no other program loads models of type {model_type}, or their adapters"
