@@ -128,7 +128,7 @@ def in_two_processes(line):
 
 def losses(run):
     events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
-    return [event["loss"] for event in events if event["kind"] in ("train", "eval")]
+    return [event["loss"] for event in events if event["kind"] == "train"]
 
 
 @pytest.mark.nightly  # 40 s: a start of Python in two processes for each
@@ -152,14 +152,14 @@ def test_two_processes_equal_one(kind, rows, tmp_path):
         "cpu",
     ]
     line += ["--micro-batches", 2, "--lora.rank", 4, "--steps", 4, "--threads", 1, "--quiet"]
-    line += ["--validation-fraction", 0.25, "--lora.targets", "attention", *KINDS[kind.partition(",")[0]]]
+    line += ["--lora.targets", "attention", *KINDS[kind.partition(",")[0]]]
     line = [*map(str, line)]
     assert cli.main([*line, "--out", str(tmp_path / "one")]) == 0
     split = ["--place.split", "2"] if "split" in kind else []
     done = in_two_processes([*line, *split, "--out", str(tmp_path / "two")])
     assert done.returncode == 0, done.stderr[-4000:]
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
-    assert two == pytest.approx(one, rel=1e-5) and len(two) >= 5
+    assert two == pytest.approx(one, rel=1e-5) and len(two) == 4
     (config, mine), (other, theirs) = (read_files(tmp_path / name / "adapter") for name in ("one", "two"))
     assert config == other and mine.keys() == theirs.keys()
     for name, tensor in mine.items():
@@ -172,7 +172,7 @@ def test_two_processes_equal_one(kind, rows, tmp_path):
 @pytest.mark.parametrize("kind", ["dora", "pissa"])
 def test_weights_that_lie_elsewhere_are_refused_in_every_process(kind, rows, tmp_path):
     line = ["sft", "--model", TINY_K2, "--data", rows, *WORDS, "--steps", 1, "--lora.targets", "attention"]
-    line += [*KINDS[kind], "--out", tmp_path / "run", "--place.rest", "peers"]
+    line += [*KINDS[kind], "--out", tmp_path / "run", "--place.rest", "peers", "--micro-batches", 2]
     done = in_two_processes([*map(str, line)])
     name = "lora.dora" if kind == "dora" else "lora.start = pissa"
     assert done.returncode and f"{name} starts from whole weights, and place.rest = peers" in done.stderr
