@@ -3,8 +3,8 @@
 `unfreeze dev bench recompute`, about 6 minutes, 20 GB. A random checkpoint of 596 M parameters; adapters of
 rank 16 on every linear layer, 2 documents of 512 tokens a step, clipping, AdamW; bf16, or float32 on a CPU
 without bf16 units.
-Sides: auto (the choice of a run with the memory that is free now), any of the choices by name, peft
-(transformers + peft, the same adapters) and peft-checkpointing (the same with gradient checkpointing).
+Sides: auto (the choice of a run with the memory that is free now), any of the choices by name, dora (auto
+with DoRA), peft (transformers + peft, the same adapters), peft-checkpointing (with gradient checkpointing).
 """
 
 from pathlib import Path
@@ -14,16 +14,16 @@ from pydantic import Field
 
 from benchmarks.harness import shapes
 from benchmarks.harness.case import Run, Trained
-from benchmarks.harness.training import job
+from benchmarks.harness.training import float64, job
 from unfreeze import models
 from unfreeze.checkpoint import Manifest
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.layout import RESIDENT
 from unfreeze.parallel.plan import plan_here
 
-Named = Literal["auto", "nothing", "elementwise", "selective", "layers", "peft", "peft-checkpointing"]
+Named = Literal["auto", "nothing", "elementwise", "selective", "layers", "dora", "peft", "peft-checkpointing"]
 PEERS = ("peft", "peft-checkpointing")
-DOCUMENTS, LENGTH, RANK = 2, 512, 16
+DOCUMENTS, LENGTH, RANK, DORA = 2, 512, 16, {"rank": 16, "dora": True}
 
 
 class Config(Trained):
@@ -39,22 +39,22 @@ def chosen(model: shapes.Config, config: Config) -> str:
     manifest = Manifest(path=Path(), config=model, tensors={}, prefix="", files=())
     layout = RESIDENT.but(recompute="auto")
     options = {"dtype": config.computed, "device": config.device, "layout": layout}
-    lora, tokens = LoraConfig(rank=RANK), DOCUMENTS * LENGTH
-    plan = plan_here(models.shape(model), manifest, lora, tokens=tokens, longest=LENGTH, **options)
-    return plan.layout.recompute
+    options |= {"tokens": DOCUMENTS * LENGTH, "longest": LENGTH}
+    return plan_here(models.shape(model), manifest, LoraConfig(rank=RANK), **options).layout.recompute
 
 
 def rows(config: Config, run: Run):
     sizes = shapes.QWEN3_06B
     model, small = shapes.qwen("qwen3", sizes), shapes.qwen("qwen3", sizes | shapes.DENSE_CHECKED)
     ours = {name: name for name in config.sides if name not in PEERS}
-    ours |= {"auto": chosen(model, config)} if "auto" in ours else {}
+    ours |= {name: chosen(model, config) for name in ("auto", "dora") if name in ours}
     with job(run, model, small, list(sizes), {"rank": RANK}, DOCUMENTS, LENGTH) as training:
+        own = {"dora": float64(run, training.checked, DORA, LENGTH)} if "dora" in ours else {}
         sides = [
-            training.ours(name, ours[name])
+            training.ours(name, ours[name], **{"lora": DORA} if name == "dora" else {})
             if name in ours
             else training.theirs(name, "peft", trained="all-linear", rank=RANK, checkpointing=name != "peft")
             for name in config.sides
         ]
-        for name, entry in training.in_turn(sides).items():
+        for name, entry in training.in_turn(sides, own).items():
             yield run.row(name, training.settings | {"rank": RANK, "recompute": ours.get(name, "")}, entry)

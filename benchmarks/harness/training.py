@@ -39,7 +39,7 @@ class Job:
     exact: Mapping[str, Any]
 
     def ours(self, name: str, recompute: str, **more: Any) -> Side:
-        return self._side(name, "job:trainer", lora=self.lora, recompute=recompute, **more)
+        return self._side(name, "job:trainer", **{"lora": self.lora, "recompute": recompute} | more)
 
     def theirs(self, name: str, function: str, **more: Any) -> Side:
         """A peer's side. function: its name in peers.py."""

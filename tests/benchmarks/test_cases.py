@@ -66,8 +66,11 @@ def test_dense_holds_what_each_side_says(measure):
 
 
 def test_recompute_says_what_auto_chose(measure):
-    rows = by_side(measure("recompute", sides=("auto", "selective", "peft")))
+    rows = by_side(measure("recompute", sides=("auto", "dora", "peft")))
     assert rows["auto"].settings["recompute"] != "auto" and rows["peft"].settings["recompute"] == ""
+    assert rows["dora"].settings["recompute"] == rows["auto"].settings["recompute"]
+    trained = {name: row.results["trained_parameters"] for name, row in rows.items()}
+    assert trained["dora"] > trained["auto"] == trained["peft"]
     assert all(map(agrees, rows.values())) and rows["peft"].results["first_side_speed"] > 0
 
 

@@ -1,6 +1,10 @@
 """`--lora.dora true` and `--lora.start pissa` from flags to folders: runs that go on, and what is refused."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from unfreeze import cli, models
+from unfreeze.adapters.files import read_files
 from unfreeze.checkpoint import save_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.adapter import lora_of
@@ -108,3 +113,67 @@ def test_what_cannot_be_is_refused_before_anything_is_written(base, rows, tmp_pa
     assert "--lora.targets attention" in capsys.readouterr().err
     sft("--model", TINY_K2, *run, *KINDS["pissa"], "--place.experts", "disk", code=2)
     assert "place.experts = disk leaves some elsewhere" in capsys.readouterr().err
+
+
+def in_two_processes(line):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = f"-m torch.distributed.run --nproc-per-node 2 --master-port {port} -m unfreeze".split()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *start, *line], capture_output=True, text=True, timeout=500, env=environment
+    )
+
+
+def losses(run):
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [event["loss"] for event in events if event["kind"] == "train"]
+
+
+@pytest.mark.nightly  # 40 s: a start of Python in two processes for each
+@pytest.mark.parametrize("kind", ["dora", "dora, split", "pissa"])
+def test_two_processes_equal_one(kind, rows, tmp_path):
+    """Each has one of a step's two micro-batches. With a split of 2 each has half of the experts too.
+
+    A sum of two float32 gradients is the same in either order, and m and the starts are the first process's:
+    so little more than the last bit may differ.
+    """
+    line = [
+        "sft",
+        "--model",
+        TINY_K2,
+        "--data",
+        rows,
+        *WORDS[2:],
+        "--tokens-per-step",
+        128,
+        "--device",
+        "cpu",
+    ]
+    line += ["--micro-batches", 2, "--lora.rank", 4, "--steps", 4, "--threads", 1, "--quiet"]
+    line += ["--lora.targets", "attention", *KINDS[kind.partition(",")[0]]]
+    line = [*map(str, line)]
+    assert cli.main([*line, "--out", str(tmp_path / "one")]) == 0
+    split = ["--place.split", "2"] if "split" in kind else []
+    done = in_two_processes([*line, *split, "--out", str(tmp_path / "two")])
+    assert done.returncode == 0, done.stderr[-4000:]
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert two == pytest.approx(one, rel=1e-5) and len(two) == 4
+    (config, mine), (other, theirs) = (read_files(tmp_path / name / "adapter") for name in ("one", "two"))
+    assert config == other and mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert (theirs[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+    if "dora" in kind:  # control: m is there, and it moved
+        assert any(name.endswith("lora_magnitude_vector") for name in mine)
+
+
+@pytest.mark.nightly  # two starts of Python in two processes
+@pytest.mark.parametrize("kind", ["dora", "pissa"])
+def test_weights_that_lie_elsewhere_are_refused_in_every_process(kind, rows, tmp_path):
+    line = ["sft", "--model", TINY_K2, "--data", rows, *WORDS, "--steps", 1, "--lora.targets", "attention"]
+    line += [*KINDS[kind], "--out", tmp_path / "run", "--place.rest", "peers", "--micro-batches", 2]
+    done = in_two_processes([*map(str, line)])
+    name = "lora.dora" if kind == "dora" else "lora.start = pissa"
+    assert done.returncode and f"{name} starts from whole weights, and place.rest = peers" in done.stderr
+    assert not list((tmp_path / "run").glob("state/*"))

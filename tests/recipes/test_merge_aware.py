@@ -237,5 +237,6 @@ def test_two_processes_equal_one(split, rows, held_rows, tmp_path):
         events = map(json.loads, (tmp_path / name / "events.jsonl").read_text().splitlines())
         return [event["loss"] for event in events if event["kind"] in ("train", "eval")]
 
-    # sums in another order differ in the last bit, and a code at a boundary may then be the next one
-    assert losses("two") == pytest.approx(losses("one"), rel=1e-3)
+    # With a split a token's experts are summed in another order: 2^-24 each, of some hundred sums. A code at a
+    # boundary may be the next one then, one of 10^6 weights. Measured: 0 alone, 7e-7 with a split
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-5)

@@ -44,8 +44,17 @@ class EmbeddingLowRank(nn.Module):
         thin_TR = F.embedding(tokens_T, self.A.t()) * self.scale
         return x_TD + (thin_TR.to(x_TD.dtype) @ self.B.t().to(x_TD.dtype))
 
+    @property
+    def rank(self) -> int:
+        return len(self.A)
+
+    @property
+    def alpha(self) -> float:
+        """scale · rank, without the rounding of the division that made the scale."""
+        return float(f"{self.scale * self.rank:.15g}")
+
     def extra_repr(self) -> str:
-        return f"rank={len(self.A)}, scale={self.scale:g}"
+        return f"rank={self.rank}, scale={self.scale:g}"
 
 
 def embedding_adapter(model: nn.Module) -> dict[str, EmbeddingLowRank]:
@@ -108,6 +117,11 @@ def decoded_embeddings(
     """The adapter of a file, float32 on the host; None if there is none. Raises AdapterError for a misfit."""
     if not tensors:
         return None
+    if config.get("use_dora"):
+        raise AdapterError(
+            "the adapter has DoRA on the embeddings (embed_tokens), which is not built",
+            next="merge it in peft: merge_and_unload()",
+        )
     named = {nested.model_name(ours(model, key)): tensor for key, tensor in tensors.items()}
     table = model.get_submodule(TABLE)
     assert isinstance(table, Embedding)

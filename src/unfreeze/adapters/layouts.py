@@ -385,6 +385,12 @@ def _config(entries: list[Entry], layout: Layout, base_name: str | None, model: 
     else:
         names = _short_names(entries, model)
     rank_pattern, alpha_pattern = _patterns(entries, names, default)
+    for name, table in embedding_adapter(model).items():  # its rank or scale may be another: twice is PiSSA's
+        leaf = theirs(model, name).rsplit(".", 1)[-1]
+        if table.rank != default.rank:
+            rank_pattern[leaf] = table.rank
+        if table.alpha != default.alpha:
+            alpha_pattern[leaf] = table.alpha
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -126,7 +126,8 @@ def _warn_of_lost_layers(
     """
     targets = config.get("target_modules")
     others = (config.get("exclude_modules") or "") not in ("", excluded(model))
-    if not isinstance(targets, list) or config.get("layers_to_transform") or others:
+    some = config.get("layers_to_transform") not in (None, [])  # 0 is a layer
+    if not isinstance(targets, list) or some or others:
         return
     leaves = {name.rpartition(".")[2] for name in decoded} & set(map(str, cast(list[object], targets)))
     kinds = {_LAYER.sub(".*.", name) for name in decoded if name.rpartition(".")[2] in leaves}

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from unfreeze.adapters.attach import sites
 from unfreeze.adapters.dora import Dora
-from unfreeze.adapters.embeddings import split_embeddings
+from unfreeze.adapters.embeddings import embedding_adapter, split_embeddings
 from unfreeze.adapters.files import read_files
 from unfreeze.adapters.layouts import beside_lora, projections
 from unfreeze.adapters.lora import LowRank
-from unfreeze.adapters.names import in_ours, keys_in_ours, swapped
+from unfreeze.adapters.names import in_ours, keys_in_ours, swapped, theirs
 from unfreeze.adapters.tokens import LEAF, split_rows
 from unfreeze.adapters.whole import split_off
 from unfreeze.checkpoint import nested
@@ -79,7 +79,7 @@ def verify_adapter(
     plain = {nested.model_name(own[name]): tensor for name, tensor in tensors.items()}
     names = plain.keys()
     count = nonzero = 0
-    worst, faults, used = 0.0, list(_other_whole(model, whole, values)), set()
+    worst, faults, used = 0.0, [*_other_whole(model, whole, values), *_of_embeddings(model, config)], set()
     for name, scale, A_RI, B_OR in _matrices(model):
         if name in without:
             continue
@@ -137,6 +137,14 @@ def _lengths(
             if key not in plain or not torch.equal(plain[key].cpu(), site.adapter.m.detach().cpu()):
                 faults.append(f"{site.name}: m is not the file's")
     return faults
+
+
+def _of_embeddings(model: nn.Module, config: Mapping[str, Any]) -> Iterator[str]:
+    """Fault of the embeddings' rank and scale in adapter_config.json; their factors are compared apart."""
+    for name, adapter in embedding_adapter(model).items():
+        rank, scale = rank_and_scale(config, theirs(model, name))
+        if rank != adapter.rank or not math.isclose(scale, adapter.scale, rel_tol=1e-12):
+            yield f"{name}: rank {rank} and scale {scale:g}, but the model has {adapter.extra_repr()}"
 
 
 def _other_whole(

@@ -134,9 +134,9 @@ def decoded_whole(
         if not any(name.endswith(named) for name in present)
     ]
     if faults:
+        others = f" ({len(faults)} such faults)" if len(faults) > 1 else ""
         raise AdapterError(
-            f"{len(faults)} of {len(tensors)} tensors of modules_to_save do not fit this model; first:"
-            f" {faults[0]}",
+            f"modules_to_save do not fit this model: {faults[0]}{others}",
             next="check that the adapter was trained on this model",
         )
     return {name: decoded[name] for name in known if name in decoded}

@@ -234,6 +234,11 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             whole.setdefault(f"*.experts.{projection}", layer)
     if ours and "*.experts.gate_up_proj" in experts:  # gate and up blocks are side by side (layouts.py)
         experts = dict.fromkeys(experts, experts["*.experts.gate_up_proj"] // 2)
+    if not dense and not experts and of_embeddings:
+        raise AdapterError(
+            f"{folder / WEIGHTS} adapts the embeddings alone, which cannot be trained on",
+            next="it can be merged and asked: unfreeze merge, unfreeze chat",
+        )
     if not dense and not experts:
         raise AdapterError(f"{folder / WEIGHTS} has no LoRA factors", next=AGAIN)
     rank, in_experts = max(dense.values(), default=0), max(experts.values(), default=0)
@@ -327,9 +332,10 @@ def check_places(names: Iterable[str], path: Path) -> None:
     unusable = {name: leaf for name, leaf in leaves.items() if leaf in WITHOUT}
     if unusable:
         what = " and ".join(dict.fromkeys(WITHOUT[leaf] for leaf in unusable.values()))
+        first = modules[next(iter(unusable))].removeprefix(PREFIX)
         raise AdapterError(
-            f"{path}: {len(unusable)} of {len(modules)} tensors adapt {what}, which unfreeze cannot"
-            f" adapt; first: {next(iter(unusable))}",
+            f"{path}: {len(unusable)} of {len(modules)} tensors adapt {what}, which unfreeze cannot; first:"
+            f" {first}",
             # exclude_modules does not keep a router from peft 0.21's all-linear, which adapts parameters too
             next="train the adapter in peft with target_modules and target_parameters that name each module,"
             f" without {', '.join(sorted(set(unusable.values())))}: not all-linear",

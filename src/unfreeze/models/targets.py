@@ -77,6 +77,11 @@ def chosen_by(config: LoraConfig, model: nn.Module) -> dict[str, tuple[TargetCan
         )
     if config.dora:
         _refuse_without_dora(list(chosen), model)
+    if config.dora and names_embeddings(config.targets):  # peft would read the folder as DoRA there too
+        raise AdapterError(
+            "lora.dora is not built for the embeddings (embed_tokens)",
+            next="leave embed_tokens out of lora.targets, or train it fully: --train-too embed_tokens",
+        )
     return chosen
 
 
