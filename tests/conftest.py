@@ -1,5 +1,6 @@
 """A command run in this process, and one small run that several tests look at."""
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -10,7 +11,9 @@ import pytest
 
 import unfreeze
 from unfreeze import cli
+from unfreeze.adapters import output_change, receipt
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.job.watch import expert_op
 from unfreeze.kernels.choice.choose import fix
 
 ROWS = [
@@ -66,6 +69,22 @@ def no_fsync():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_looks():
+    """A run looks at its expert op on 8 of its rows, not 64, and its receipt's probe has 32 tokens, not 256: they
+    were a third of the time of a run of three steps, and there are hundreds. `whole_looks` takes it back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_op, "ROWS", expert_op.FEWEST)
+        patch.setattr(receipt, "first_tokens", functools.partial(output_change.first_tokens, count=32))
+        yield
+
+
+@pytest.fixture
+def whole_looks(monkeypatch):
+    monkeypatch.setattr(expert_op, "ROWS", 64)
+    monkeypatch.setattr(receipt, "first_tokens", output_change.first_tokens)
 
 
 @pytest.fixture(autouse=True)

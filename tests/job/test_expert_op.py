@@ -20,6 +20,9 @@ from unfreeze.models.blocks.experts import BiasedExperts, Experts
 from unfreeze.report import guards
 
 
+pytestmark = pytest.mark.usefixtures("whole_looks")
+
+
 @pytest.fixture(scope="module")
 def sandbox(tmp_path_factory):
     return Sandbox(tmp_path_factory.mktemp("sandbox"))
