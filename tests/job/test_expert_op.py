@@ -19,7 +19,6 @@ from unfreeze.models.blocks import experts as blocks
 from unfreeze.models.blocks.experts import BiasedExperts, Experts
 from unfreeze.report import guards
 
-
 pytestmark = pytest.mark.usefixtures("whole_looks")
 
 

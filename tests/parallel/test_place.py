@@ -213,7 +213,10 @@ print((kib("VmHWM") - before) * 1024)
 """
 
 
-@pytest.mark.parametrize(("dtype", "plant"), [("bfloat16", False), ("float32", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+    ("dtype", "plant"),
+    [("bfloat16", False), pytest.param("float32", False, marks=pytest.mark.nightly), ("bfloat16", True)],
+)
 def test_peak_host_memory(tmp_path: Path, dtype: str, plant: bool) -> None:
     """docs/why/trust.md L1: peak <= final size + 1.1 * largest shard, in a process of its own (the kernel's
     VmHWM, which sees torch's memory too)."""
