@@ -1,16 +1,22 @@
 """A command run in this process, and one small run that several tests look at."""
 
+import functools
 import importlib
 import importlib.util
 import json
 import os
 from pathlib import Path
 
+import jinja2
 import pytest
+from tyro._parsers import ParserSpecification
 
 import unfreeze
 from unfreeze import cli
+from unfreeze.adapters import output_change, receipt
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.config import parse
+from unfreeze.job.watch import expert_op
 from unfreeze.kernels.choice.choose import fix
 
 ROWS = [
@@ -66,6 +72,52 @@ def no_fsync():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_looks():
+    """A run looks at its expert op on 8 of its rows, not 64, and its receipt's probe has 32 tokens, not 256: they
+    were a third of the time of a run of three steps, and there are hundreds. `whole_looks` takes it back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_op, "ROWS", expert_op.FEWEST)
+        patch.setattr(receipt, "first_tokens", functools.partial(output_change.first_tokens, count=32))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def made_once():
+    """What each command makes anew is made once for all tests of a process: its parser of flags, which took 50 ms,
+    and the byte code of a chat template, 15 ms."""
+    of_type, of_source = ParserSpecification.from_callable_or_type, jinja2.Environment.compile
+    parsers, codes = {}, {}
+
+    def parser(f, **words):
+        if words["parent_classes"]:  # a part of a parser
+            return of_type(f, **words)
+        key = (f, words["description"], repr(words["default_instance"]))
+        if key not in parsers:
+            parsers[key] = of_type(f, **words)
+        return parsers[key]
+
+    def compiled(self, source, *more, **options):
+        if not isinstance(source, str):
+            return of_source(self, source, *more, **options)
+        key = (type(self), self.trim_blocks, self.lstrip_blocks, source, more, *options.items())
+        if key not in codes:
+            codes[key] = of_source(self, source, *more, **options)
+        return codes[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parse, "_flags", functools.cache(parse._flags))
+        patch.setattr(ParserSpecification, "from_callable_or_type", staticmethod(parser))
+        patch.setattr(jinja2.Environment, "compile", compiled)
+        yield
+
+
+@pytest.fixture
+def whole_looks(monkeypatch):
+    monkeypatch.setattr(expert_op, "ROWS", 64)
+    monkeypatch.setattr(receipt, "first_tokens", output_change.first_tokens)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 called utils (docs/why/design.md)."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -55,10 +56,11 @@ EXEMPT = {
 }
 
 
-def imports(tree: ast.AST) -> list[tuple[int, str]]:
+@functools.cache  # two tests read all of the package
+def imports(source: str) -> list[tuple[int, str]]:
     """(line, dotted module) of every import in a file, those inside functions too."""
     found = []
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -71,7 +73,7 @@ def imports(tree: ast.AST) -> list[tuple[int, str]]:
 def violations(room: str, source: str, where: str) -> list[str]:
     """What breaks the house's rules in one file, each with how to mend it."""
     bad = []
-    for line, module in imports(ast.parse(source)):
+    for line, module in imports(source):
         parts = module.split(".")
         if parts[0] in FORBIDDEN and (where, parts[0]) not in EXEMPT:
             bad.append(
@@ -109,7 +111,7 @@ def around_the_joint(source: str, where: str) -> list[str]:
         return []
     return [
         f"{where}:{line} imports {module}: import it from unfreeze.{JOINT.removesuffix('.py').replace('/', '.')}"
-        for line, module in imports(ast.parse(source))
+        for line, module in imports(source)
         if module.startswith(tuple(f"unfreeze.{name}" for name in BEHIND))
     ]
 

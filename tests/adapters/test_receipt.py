@@ -20,6 +20,8 @@ from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 
+pytestmark = pytest.mark.usefixtures("whole_looks")  # what a probe of 256 tokens shows
+
 
 def first_step(
     tiny,

@@ -20,6 +20,7 @@ from unfreeze.drill.sandbox import Sandbox
 from unfreeze.job.planning import proposal
 from unfreeze.job.planning.plan import Planning
 from unfreeze.job.planning.proposal import AIM_STEPS, Proposal
+from unfreeze.train import fit
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +150,16 @@ def test_the_steps_are_counted_as_the_run_counts_them(checkpoint, tmp_path, monk
     unfreeze_json("init", checkpoint, "chat.csv", "--columns", COLUMNS)
     text, table = (tmp_path / "run.toml").read_text(), tomllib.loads((tmp_path / "run.toml").read_text())
     said = int(re.search(r"epochs = .*; ([\d,]+) steps in all", text)[1].replace(",", ""))
-    result = unfreeze_json("sft", "run.toml", "--watch.samples", 0)
+
+    def stopped(*arguments, **more):  # before its first step: what the run counted is written by then
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fit, "train_step", stopped)
+    assert cli.main(["sft", "run.toml", "--quiet", "--out", "run"]) == 130
+    counted = json.loads((tmp_path / "run" / "resolved_config.json").read_text())["effective"]["steps"]
     examples = encode_file("chat.csv", load_tokenizer(checkpoint), 512, columns=COLUMNS.split(",")).examples
     training, tokens = table["training"], int(examples.lengths_N.sum())
-    assert result["steps"] == said != tokens * training["epochs"] // training["tokens_per_step"]
+    assert counted == said != tokens * training["epochs"] // training["tokens_per_step"]
 
 
 def test_what_does_not_fit_is_made_smaller_step_by_step(proposed, monkeypatch):

@@ -86,7 +86,7 @@ def emits(tree: ast.AST) -> list[tuple[int, str, list[str]]]:
 def unknown(source: str) -> list[str]:
     """Kinds and fields that a source emits and the schema doesn't have."""
     bad = []
-    for line, kind, words in emits(ast.parse(source)):
+    for line, kind, words in emits(ast.parse(source)) if ".emit(" in source else ():
         fields = KINDS[kind].__annotations__ if kind in KINDS else {}
         strange = [] if kind in FURTHER else [word for word in words if word not in fields]
         bad += [f"line {line}: {kind} {', '.join(strange)}".rstrip()] if strange or kind not in KINDS else []

@@ -133,10 +133,12 @@ def same_weights(folder, own):
     return all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-5) for name in ours)
 
 
-def test_two_processes_of_a_plain_ddp_loop_have_the_losses_of_a_run(qwen2, data, own, tmp_path):
-    here = Path(sys.executable).parent
-    said = start(2, here, EXAMPLES / "torch_ddp.py", *flags(qwen2, data, tmp_path))
-    assert len(own.losses) == STEPS and close(losses(said), own.losses)
+def test_two_processes_of_a_plain_ddp_loop_have_the_losses_of_a_run(qwen2, data, own, tmp_path, forkserver):
+    """Forked as torchrun starts them; by torchrun itself start the loops of others, below."""
+    run = [HERE / "forked.py", "2", EXAMPLES / "torch_ddp.py", *flags(qwen2, data, tmp_path)]
+    ended = forkserver.run(run, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert len(own.losses) == STEPS and close(losses(ended.stdout), own.losses)
     assert same_weights(tmp_path, own)
 
 

@@ -19,6 +19,8 @@ from unfreeze.models.blocks import experts as blocks
 from unfreeze.models.blocks.experts import BiasedExperts, Experts
 from unfreeze.report import guards
 
+pytestmark = pytest.mark.usefixtures("whole_looks")
+
 
 @pytest.fixture(scope="module")
 def sandbox(tmp_path_factory):

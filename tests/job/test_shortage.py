@@ -3,7 +3,6 @@ DoesNotFit with flags that take less."""
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -109,13 +108,9 @@ sys.exit(cli.main(["sft", "--model", sys.argv[1], "--data", sys.argv[2], "--out"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS is Linux's")
-def test_a_ulimit_is_in_the_plan(chat_rows, tmp_path):
+def test_a_ulimit_is_in_the_plan(chat_rows, tmp_path, forkserver):
     """Oracle: the kernel's VmSize."""
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(TINY_K2), str(chat_rows), str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-    )
+    done = forkserver.run(["-c", LIMITED, TINY_K2, chat_rows, tmp_path / "run"])
     free, left, available, limit, shared = json.loads(done.stdout.splitlines()[0])
     assert free is None and limit == "ulimit" and abs(available - left) < 2**24
     assert shared == available  # each process has a limit of its own

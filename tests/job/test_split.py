@@ -1,13 +1,10 @@
 """--place.split: over how many "auto" may split, and a run of two processes that share the experts, which come from
-disk, and keep half of the rest each. Process-heavy: one torchrun."""
+disk, and keep half of the rest each. Process-heavy: two processes at once."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import unfreeze
 from unfreeze import cli
 from unfreeze.adapters.files import read_files
 from unfreeze.commands.demo import TINY_K2
@@ -22,6 +20,8 @@ from unfreeze.config.sft import Config
 from unfreeze.core.layout import RESIDENT
 from unfreeze.job.planning.plan import Planning
 from unfreeze.job.planning.residency import refuse_samples
+
+pytestmark = pytest.mark.usefixtures("whole_looks")  # receipts of this process beside those of others
 
 
 def splits(processes: int, **place: Any) -> list[int]:
@@ -58,39 +58,28 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.nightly
-def test_int8_moments_of_two_processes_are_those_of_one(chat_rows: Path, tmp_path: Path):
+def test_int8_moments_of_two_processes_are_those_of_one(chat_rows: Path, tmp_path: Path, forkserver: Any):
     """Stochastic rounding draws by row and place, whoever holds them: eight steps stay within 1e-5."""
-    shared_and_alone(chat_rows, tmp_path, 8, "--optimizer.moments int8")
+    shared_and_alone(forkserver, chat_rows, tmp_path, 8, "--optimizer.moments int8")
     losses = [[event["loss"] for event in events(tmp_path / run, "train")] for run in ("two", "one")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 8
 
 
-def shared_and_alone(chat_rows: Path, tmp_path: Path, steps: int, more: str = "") -> None:
-    """The same run twice: "two" processes that share the experts, and "one"."""
+def shared_and_alone(forkserver: Any, chat_rows: Path, tmp_path: Path, steps: int, more: str = "") -> None:
+    """The same run twice: "two" processes that share the experts, forked as torchrun starts them, and "one"."""
     line = f"sft --model {TINY_K2} --data {chat_rows} --tokens-per-step 256 --micro-batches 2 --steps {steps}"
     line += f" {more} --lora.rank 2 --dtype float32 --watch.samples 0 --validation-fraction 0.3 --threads 1 --save-every 2"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    start = f"-m torch.distributed.run --nproc-per-node 2 --master-port {port} -m unfreeze".split()
+    forked = Path(__file__).parents[1] / "examples" / "trainers" / "forked.py"
+    program = Path(unfreeze.__file__).with_name("__main__.py")
     two = f"{line} --out {tmp_path / 'two'} --place.split 2 --place.experts disk --place.rest peers".split()
-    process = subprocess.Popen(
-        [sys.executable, *start, *two],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        _, said = process.communicate(timeout=200)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its workers
-        raise
-    assert process.returncode == 0, said[-4000:]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = forkserver.run([forked, "2", program, *two], env=env, timeout=200)
+    assert done.returncode == 0, done.stderr[-4000:]
     assert cli.main([*f"{line} --quiet --out {tmp_path / 'one'}".split()]) == 0
 
 
-def test_two_processes_that_share_the_experts_train_as_one(chat_rows: Path, tmp_path: Path):
-    shared_and_alone(chat_rows, tmp_path, 3)
+def test_two_processes_that_share_the_experts_train_as_one(chat_rows: Path, tmp_path: Path, forkserver: Any):
+    shared_and_alone(forkserver, chat_rows, tmp_path, 3)
     one, many = tmp_path / "one", tmp_path / "two"
 
     # the numbers of a run, within rounding

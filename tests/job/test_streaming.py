@@ -22,7 +22,8 @@ from unfreeze.report.events import AT_LEAST, LEAKED
 from unfreeze.report.learnt import finding
 from unfreeze.report.run import read_run
 
-STEPS = 10
+STEPS = 6
+ALL = ("--steps", 10)  # as many as come to the last of 80 rows
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +113,7 @@ def adapter(out):
 
 def test_cold_warm_and_killed_it_is_the_same_run(rows, tmp_path, monkeypatch):
     all_taken_before(monkeypatch, 4)
-    flags = ["--validation-fraction", 0.05, "--watch.validate-every", 5]
+    flags = ["--validation-fraction", 0.05, "--watch.validate-every", 3]
     cold = run(rows, tmp_path / "cold", *flags)
     begun, whole = events(cold, "data")
     assert begun["step"] == 0 and begun["rows_in_files"] == 80 and begun["rows"] < 40
@@ -140,7 +141,7 @@ def test_control_arm_fewer_rows_or_epochs_are_encoded_before_the_first_step(rows
     (account,) = events(run(rows, tmp_path / "limit"), "data")
     assert account["step"] == 0 and account["rows"] == 80
     # a run that began so goes on so
-    out = killed(tmp_path / "limit", 8, tmp_path / "later")
+    out = killed(tmp_path / "limit", 4, tmp_path / "later")
     monkeypatch.setattr(job_data, "MANY_ROWS", 60)
     assert losses(run(rows, out)) == losses(tmp_path / "limit")
 
@@ -210,13 +211,13 @@ def test_a_bad_row_that_is_found_later_stops_the_run_behind_a_save(tmp_path, cap
     order = np.random.default_rng([0, 0]).permutation(80).tolist()  # of rows, some 15 to a window
     bad = next(row for row in order[40:] if row not in np.linspace(0, 79, 10).astype(int))
     rows = write(tmp_path / "rows.jsonl", bad=bad)
-    out = run(rows, tmp_path / "run", "--save-every", 0, "--seed", 0, code=2)
+    out = run(rows, tmp_path / "run", *ALL, "--save-every", 0, "--seed", 0, code=2)
     said = capsys.readouterr().err
     steps = len(losses(out))
     assert "broken JSON at column 2" in said and f"; step {steps} is saved" in said
     assert [path.name for path in (out / "state").iterdir()] == [f"step-{steps:06d}"]
     # skipped, it goes on there, as a run that skipped it from the beginning
-    skip = ["--save-every", 0, "--seed", 0, "--data.on-bad-row", "skip"]
+    skip = [*ALL, "--save-every", 0, "--seed", 0, "--data.on-bad-row", "skip"]
     run(rows, out, *skip, "--save.allow-changed", "on_bad_row")
     assert losses(out) == losses(run(rows, tmp_path / "skipped", *skip))
     assert [event["bad"] for event in events(out, "data")][-1] == 1
@@ -287,7 +288,7 @@ def test_rows_held_out_beside_windows_that_are_trained_on_are_found_before_they_
     other = [json.dumps({"question": f"Is it {n}?", "answer": f"It is {n}."}) for n in range(4)]
     spaced = json.dumps(json.loads(each[40]), indent=None, separators=(" ,  ", ":"))
     held.write_text("\n".join([*each[::8], spaced, *other]) + "\n")
-    out = run(rows, tmp_path / "run", "--validation", held, "--watch.validate-every", 5)
+    out = run(rows, tmp_path / "run", *ALL, "--validation", held, "--watch.validate-every", 5)
     told = [event["message"] for event in events(out, "warning")]
     later = [message for message in told if message.startswith(AT_LEAST)]
     assert events(out, "data")[0]["held_out"] == (4 if looked else 15) + looked

@@ -47,7 +47,7 @@ from unfreeze.train.together import save_together
 FAMILIES = ("deepseek_v3", "llama")  # a mixture with a head of its own; dense, with a tied head
 HYBRID = "nemotron_h"  # a decay that stays in float32, experts of one matrix; two steps only
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-STEPS = 10
+STEPS = 7
 UP_TO_2_11 = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
 """Collectives that torch 2.12 renamed."""
 NEMOTRON = {
@@ -205,7 +205,8 @@ def compared(folder: Path, group: Group) -> dict[str, Any]:
             model, held = opened(folder / family, group, dtype, stats)
             optimizer = AdamW(model, held=held, weight_decay=0.1)
             results, calls = [], []
-            for number in range(STEPS if family != HYBRID else 2):
+            steps = STEPS if kind == "float32" else 4
+            for number in range(steps if family != HYBRID else 2):
                 batches = small.cut(8, False) if number % 2 else small.cut(4, True)  # a document each
                 calls.append([])
                 with counted(calls[-1]):

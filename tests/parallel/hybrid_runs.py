@@ -128,7 +128,7 @@ def compared(folder: Path, group: Group) -> dict[str, Any]:
             model, held = opened(folder / family, group, dtype)
             seen = watched(model)
             optimizer, results = AdamW(model, held=held), []
-            for number in range(3 if kind == "float32" else 1):
+            for number in range(2 if kind == "float32" else 1):
                 results.append(step((model, optimizer), small.cut(4, True), group))
                 if number == 0:
                     first = gradients(optimizer)

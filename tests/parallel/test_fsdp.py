@@ -73,12 +73,12 @@ def test_what_a_model_is_asked_before_its_first_step_leaves_its_weights_divided(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ten_losses_and_norms_are_one_processs(runs, family: str):
+def test_losses_and_norms_are_one_processs(runs, family: str):
     """Over documents of 2 to 60 tokens, some fully masked, packed and one for each process."""
     facts = runs[1]
     expected, (two, other) = facts["1"][0][f"{family} float32"], (f[f"{family} float32"] for f in facts["2"])
     assert two["losses"] == other["losses"] and two["norms"] == other["norms"]
-    assert furthest(expected["losses"], two["losses"]) <= 1e-5 and len(two["losses"]) == 10
+    assert furthest(expected["losses"], two["losses"]) <= 1e-5 and len(two["losses"]) == 7
     assert furthest(expected["norms"], two["norms"]) <= 1e-5
     assert two["loads"] == expected["loads"]
 
@@ -157,8 +157,8 @@ def losses(run: Path) -> list[float]:
 def test_saved_by_2_gone_on_with_by_1_and_by_4_gives_the_unbroken_runs_losses(runs):
     folder, _ = runs
     straight, broken = losses(folder / "straight"), losses(folder / "resumed")
-    assert len(straight) == 10 and furthest(straight, broken) <= 1e-5
-    names = sorted(path.name for path in (folder / "resumed/state/step-000010").iterdir())
+    assert len(straight) == 7 and furthest(straight, broken) <= 1e-5
+    names = sorted(path.name for path in (folder / "resumed/state/step-000007").iterdir())
     assert names == ["state.json", *(f"tensors-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4))]
     # in bfloat16 the save of masters alone becomes weights and masters again
     assert furthest(losses(folder / "half-straight"), losses(folder / "half")) <= 1e-5

@@ -309,19 +309,27 @@ HYBRIDS = ("qwen3_5_text", "kimi_linear", "granitemoehybrid")
 APART = ("base", "adapter", "optimizer")
 
 
-@pytest.mark.parametrize("recompute", ["layers", "selective", "elementwise"])
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("deepseek_v3", torch.bfloat16),
-        ("llama", torch.float32),
-        ("qwen3_moe", torch.bfloat16),
-        ("lfm2", torch.bfloat16),
-        ("qwen3_5_text", torch.bfloat16),
-        ("kimi_linear", torch.bfloat16),
-        ("granitemoehybrid", torch.float32),
-    ],
-)
+DTYPES = {
+    "deepseek_v3": torch.bfloat16,
+    "llama": torch.float32,
+    "qwen3_moe": torch.bfloat16,
+    "lfm2": torch.bfloat16,
+    "qwen3_5_text": torch.bfloat16,
+    "kimi_linear": torch.bfloat16,
+    "granitemoehybrid": torch.float32,
+}
+# a step of a hybrid takes 5 s: one recompute of each here, the others nightly
+HERE = {"qwen3_5_text": "layers", "kimi_linear": "selective", "granitemoehybrid": "elementwise"}
+MEASURED = [
+    pytest.param(
+        name, dtype, recompute, marks=[pytest.mark.nightly] * (HERE.get(name, recompute) != recompute)
+    )
+    for name, dtype in DTYPES.items()
+    for recompute in ("layers", "selective", "elementwise")
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "recompute"), MEASURED)
 def test_a_steps_memory_is_predicted_within_a_tenth(name, dtype, recompute, live, monkeypatch):
     """Workspaces of hybrids are as small beside the tokens as at 64 K of them (tests/kernels/recurrence)."""
     monkeypatch.setitem(segments.CHUNKS, "cpu", 1)
@@ -334,7 +342,8 @@ def test_a_steps_memory_is_predicted_within_a_tenth(name, dtype, recompute, live
 
 
 @pytest.mark.parametrize(
-    ("shared", "recompute"), [(False, "layers"), (True, "selective"), (False, "nothing")]
+    ("shared", "recompute"),
+    [(False, "layers"), (True, "selective"), pytest.param(False, "nothing", marks=pytest.mark.nightly)],
 )
 def test_so_is_that_of_sparse_attention(shared, recompute, live, monkeypatch):
     """Documents of 1,024 tokens, of which a token sees 64.

@@ -20,6 +20,9 @@ def run(rank: int, processes: int, port: int, script: str) -> int:
     try:
         runpy.run_path(script, run_name="__main__")
         sys.stdout.flush()
+    except SystemExit as ended:
+        sys.stdout.flush()
+        return int(ended.code or 0)
     except BaseException:
         traceback.print_exc()
         return 1

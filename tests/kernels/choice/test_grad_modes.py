@@ -59,6 +59,11 @@ MODES = {
 }
 
 
+FEW = ("inference_mode", "a Function's forward", "recomputed")
+"""Of a candidate that takes a second and more for each: the others nightly, and with all others here."""
+SLOW = ("int4_grouped_mm", "token_order")
+
+
 def runnable():
     """(op, candidate, dtype) of all that this CPU can run, Triton's interpreter included.
 
@@ -167,19 +172,21 @@ def first_of_an_op_then_nightly():
 @pytest.mark.parametrize("name, candidate, dtype", first_of_an_op_then_nightly())
 def test_a_candidate_passes_its_check_and_runs_in_every_grad_mode(name, candidate, dtype, first_start):
     op = alone(name, candidate)
-    for mode in MODES if op.differentiable else ("inference_mode", "a Function's forward"):
+    modes = FEW if name in SLOW else MODES
+    for mode in modes if op.differentiable else ("inference_mode", "a Function's forward"):
         check(op, dtype, MODES[mode], first_start)
 
 
+@pytest.mark.parametrize("modes", [FEW, pytest.param(tuple(MODES), marks=pytest.mark.nightly)], ids=len)
 @pytest.mark.parametrize("name, backend", [("fused", Grouped), ("loop", LoopCuda)])
 def test_the_experts_of_a_gpu_pass_their_check_and_run_in_every_grad_mode(
-    name, backend, first_start, monkeypatch
+    name, backend, modes, first_start, monkeypatch
 ):
     op = of_a_gpu(name, backend)
     monkeypatch.setattr(expert_mlp, "OP", op)
     monkeypatch.setattr(cases, "HOT", replace(cases.SMALL, tokens=40))
-    for mode in MODES.values():
-        check(op, torch.bfloat16, mode, first_start)
+    for mode in modes:
+        check(op, torch.bfloat16, MODES[mode], first_start)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -151,10 +151,13 @@ def test_which_ops_are_predicted_on_a_gpu_and_at_which_shapes():
         assert not any("cuda" in c.predicted_on and c.predicted("cpu", "any") for c in candidates)
 
 
+# 10 s and 5 s in the interpreter; test_grad_modes.py checks a small case of each in every suite
+SLOW = ("expand", "linear_cross_entropy")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(
-    "name",  # expand: 10 s in the interpreter
-    [pytest.param(name, marks=pytest.mark.nightly if name == "expand" else ()) for name in sorted(PREDICTED)],
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in SLOW)) for name in sorted(PREDICTED)]
 )
 def test_every_predicted_kernel_passes_its_check(name):
     """In Triton's interpreter, in float32."""

@@ -226,6 +226,9 @@ torch.testing.assert_close(ours[2], theirs[2], rtol=1e-5, atol=1e-7)
 @pytest.mark.skipif(not triton_options.installed(), reason="triton is not installed")
 def test_the_triton_kernel_equals_the_reference_in_its_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    if os.environ.get("TRITON_INTERPRET") == "1":  # without a GPU all tests of this process have it
+        exec(INTERPRETED, {})
+        return
     subprocess.run([sys.executable, "-c", INTERPRETED], check=True, env=environment, timeout=120)
 
 
