@@ -5,6 +5,7 @@ import torch
 
 from unfreeze.kernels.decode_step import program as programs
 from unfreeze.kernels.decode_step import wide
+from unfreeze.kernels.decode_step.operation import Wide
 from unfreeze.kernels.decode_step.pointer import Callee
 from unfreeze.kernels.decode_step.program import Program, Row
 from unfreeze.kernels.loops.amx_tile import available
@@ -68,6 +69,26 @@ def test_products_equal_float64(height, width):
     program.finish()
     program.run(ROWS)
     torch.testing.assert_close(y.tensor.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-6)
+
+
+@HAS_TILES
+def test_blocks_of_a_job_change_no_bit(monkeypatch):
+    """Three blocks of the first products, two of the last."""
+    alone = step(1, ROWS)
+    for blocks in (1, 2, 3, 4):
+        monkeypatch.setattr(programs, "blocks_of", lambda _, blocks=blocks: blocks)
+        assert torch.equal(step(1, ROWS), alone)
+    # control: a job too few
+    monkeypatch.setattr(programs, "blocks_of", lambda _: 2)
+    monkeypatch.setattr(programs, "Wide", lambda loop, jobs: Wide(loop, jobs - 1))
+    assert not torch.equal(step(1, ROWS), alone)
+
+
+@HAS_TILES
+def test_a_matrix_has_jobs_for_every_thread(monkeypatch):
+    for threads, blocks in ((1, 4), (2, 4), (4, 2), (8, 1), (64, 1)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert wide.blocks_of(1024) == blocks
 
 
 @HAS_TILES
