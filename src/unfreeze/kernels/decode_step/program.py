@@ -27,7 +27,15 @@ from unfreeze.kernels.decode_step.ops import ACT_WIDTH, LINEAR_ROWS
 from unfreeze.kernels.decode_step.pointer import Callee
 from unfreeze.kernels.decode_step.slots import NONE, SlotTable
 from unfreeze.kernels.decode_step.weights import DENSE, CannotRecord, Weight, dense_weight
-from unfreeze.kernels.decode_step.wide import blocks_of, fits, linear_by_tiles, tile_rows, tiles_of, wide_from
+from unfreeze.kernels.decode_step.wide import (
+    blocks_of,
+    fits,
+    follow,
+    linear_by_tiles,
+    tile_rows,
+    tiles_of,
+    wide_from,
+)
 from unfreeze.kernels.loops.amx_tile import SIDE, config
 from unfreeze.kernels.loops.bf16_cpu import available
 from unfreeze.kernels.loops.cores import in_runs
@@ -439,6 +447,7 @@ class Program:
     def finish(self) -> None:
         """Turn the list into the table that the loop reads."""
         wide = self._wide_from is not None
+        follow(self._operations)
         self._tables = [table_of(self._operations, self.pairs, many) for many in (False, wide)]
         self._numbers = np.zeros((len(self._operations), ops.NUMBERS), np.float32)
         for i, operation in enumerate(self._operations):
