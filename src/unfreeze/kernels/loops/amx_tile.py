@@ -31,7 +31,7 @@ SIDE = 16
 """Lines of a tile, rows of the weight and columns of x that it holds."""
 TILE = SIDE * LINE  # bytes
 I8 = ir.IntType(8)
-AHEAD = 4  # lines of each row of the next block that are asked for in 32 steps
+AHEAD = 4  # lines of each row of the next block, asked for in 32 steps
 
 _ARCH_PRCTL, _REQUEST, _TILES = (
     158,
