@@ -279,6 +279,32 @@ def test_a_mask_holds_for_its_answer_and_one_that_raises_fails_alone(build):
     assert ended[every[4]].answers == alone(engine, every[4])
 
 
+def test_a_step_reads_a_prompt_that_lacks_its_last_token(build, small, monkeypatch):
+    """The first of them by a pass, which shows that the model can begin behind positions that are there."""
+    model = build("gqa", initializer_range=0.2)
+    engine, prompt = Engine(model), [(7 * i + 3) % 89 for i in range(22)]
+    every = [Request(prompt, Sampling(seeds=(i,), temperature=1.0), 6) for i in range(5)]
+    expected, live, passes = [alone(engine, request) for request in every], Live(engine), []
+    fill = type(model).fill
+    monkeypatch.setattr(
+        type(model), "fill", lambda self, batch, *more: passes.append(batch) or fill(self, batch, *more)
+    )
+
+    def differences(requests):
+        ended = run(live, requests, turns=1)
+        return [apart(ended[each].answers, expected[every.index(each)]) for each in requests]
+
+    assert max(differences(every[:1])) <= 1e-5 and len(passes) == 1
+    assert max(differences(every[1:2])) <= 1e-5 and len(passes) == 2
+    assert max(differences(every[2:4])) <= 1e-5 and len(passes) == 2
+    # control arms: another token of the prompt; and without the rule there is a pass
+    with monkeypatch.context() as patch:
+        patch.setattr(places.Seat, "newest", property(lambda seat: [*prompt[:-2], *seat.row.tokens][-1]))
+        assert max(differences(every[2:4])) == float("inf")
+    monkeypatch.setattr(filling.Part, "steps", False)
+    assert max(differences(every[4:])) <= 1e-5 and len(passes) == 3
+
+
 def test_the_prompt_and_the_likeliest_are_scored_as_one_pass_scores_them(build, small):
     """Oracle: log softmax of the logits of the whole text."""
     model = build("mla-moe")

@@ -48,6 +48,12 @@ class Part:
         """True if its prompt is there after the pass."""
         return self.first + self.count == len(self.seat.request.prompt)
 
+    @property
+    def steps(self) -> bool:
+        """True if it is a prompt's last token behind all others: a step of the rows that run reads it too."""
+        last = self.whole and self.count == 1 and self.first > 0
+        return last and not self.followers and not self.seat.request.prompt_logprobs
+
 
 @dataclass(eq=False)
 class Plan:

@@ -98,6 +98,7 @@ class Live:
         self.places: Places | None = None
         self._step: Step | None = None
         self._waits_for_prefix = False
+        self._has_extended = False  # a pass has read a prompt behind positions that are there
         self._of: dict[Seat, Group] = {}
         self._ended: list[Ended] = []
         self._counts: Counter[str] = Counter()
@@ -339,22 +340,36 @@ class Live:
             held.ids, seat.request.prompt_scores = [], None
 
     def _read_all(self, parts: list[Part]) -> list[tuple[Seat, Tensor]]:
-        """-> seats whose prompts are there, and the logits after them."""
+        """-> seats whose prompts are there, and the logits after them.
+
+        A prompt that lacks only its last token runs: the next step reads that one.
+        """
         behind = [part for part in parts if part.first]
         begins = [part for part in parts if not part.first]
         done: list[tuple[Seat, Tensor]] = []
+        stepping: list[Part] = []
+        assert self.places is not None
         if behind:
             try:
-                done += self._read(behind)
+                stepping = [part for part in behind if part.steps]
+                if not self._has_extended:
+                    stepping = stepping[1:]  # one alone shows whether the model can
+                done += self._read_some([part for part in behind if part not in stepping])
+                self._has_extended = True
             except CannotExtend:
                 self.extends = False
-                assert self.places is not None
                 self.places.keeps = False
                 for part in behind:
                     self._restart(part.seat)
                     part.first, part.count = 0, len(part.seat.request.prompt)
-                begins = [*begins, *behind]
-        return done + self._read(begins) if begins else done
+                begins, stepping = [*begins, *behind], []
+        done += self._read_some(begins)
+        for part in stepping:
+            self.places.run(part.seat)
+        return done
+
+    def _read_some(self, parts: list[Part]) -> list[tuple[Seat, Tensor]]:
+        return self._read(parts) if parts else []
 
     def _read(self, parts: list[Part]) -> list[tuple[Seat, Tensor]]:
         """Read parts in one pass: all of them behind positions that are there, or none."""
@@ -399,7 +414,7 @@ class Live:
         """Do a step of all rows that run."""
         held = [each for each in places.held[: places.running] if each is not None]
         seats = [each.seat for each in held if each.seat is not None]
-        tokens = [seat.row.tokens[-1] for seat in seats]
+        tokens = [seat.newest for seat in seats]
         self.adapters.assign([seat.version for seat in seats])
         if self._step is None:
             self._step = self.engine.steps(self.model, places.cache)

@@ -37,6 +37,11 @@ class Seat:
         """Positions that its row may take."""
         return len(self.request.prompt) + self.row.limit
 
+    @property
+    def newest(self) -> int:
+        """Return the token that its next step reads: of a prompt that lacks only its last one, that one."""
+        return self.row.tokens[-1] if self.row.tokens else self.request.prompt[-1]
+
 
 @dataclass(eq=False)
 class Held:

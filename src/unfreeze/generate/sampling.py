@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unfreeze.core.draws import SEEDS, number
 from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.kernels.largest import largest
 
 
 class NotFinite(UserError):
@@ -153,8 +154,8 @@ def choose(logits_SV: Tensor, sampling: Sampling, uniforms: Sequence[float]) -> 
 def chosen(logits_SV: Tensor, sampling: Sampling, uniforms: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
     """As `choose`. -> ids [S], the logits that they were drawn from, rows whose logits are numbers [S]."""
     if sampling.temperature == 0:
-        best_S, ids_S = logits_SV.max(-1)
-        return ids_S, logits_SV, best_S.isfinite()
+        ids_S, finite_S = largest(logits_SV)
+        return ids_S, logits_SV, finite_S
     finite_S = logits_SV.sum(-1).isfinite()  # NaN or infinity in a row is one in its sum
     scaled_SV = logits_SV if sampling.temperature == 1 else logits_SV.float() / sampling.temperature
     kept_SV = keep_likely(scaled_SV, sampling.top_k, sampling.top_p)

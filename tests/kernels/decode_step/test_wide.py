@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from unfreeze.kernels.decode_step import program as programs
-from unfreeze.kernels.decode_step import wide
+from unfreeze.kernels.decode_step import team, wide
+from unfreeze.kernels.decode_step.operation import Wide
 from unfreeze.kernels.decode_step.pointer import Callee
 from unfreeze.kernels.decode_step.program import Program, Row
 from unfreeze.kernels.loops.amx_tile import available
@@ -68,6 +69,52 @@ def test_products_equal_float64(height, width):
     program.finish()
     program.run(ROWS)
     torch.testing.assert_close(y.tensor.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-6)
+
+
+@HAS_TILES
+def test_blocks_of_a_job_change_no_bit(monkeypatch):
+    """Three blocks of the first products, two of the last."""
+    alone = step(1, ROWS)
+    for blocks in (1, 2, 3, 4):
+        monkeypatch.setattr(programs, "blocks_of", lambda _, blocks=blocks: blocks)
+        assert torch.equal(step(1, ROWS), alone)
+    # control: a job too few
+    monkeypatch.setattr(programs, "blocks_of", lambda _: 2)
+    monkeypatch.setattr(programs, "Wide", lambda loop, jobs: Wide(loop, jobs - 1))
+    assert not torch.equal(step(1, ROWS), alone)
+
+
+@HAS_TILES
+def test_a_matrix_has_jobs_for_every_thread(monkeypatch):
+    for threads, blocks in ((1, 4), (2, 4), (4, 2), (8, 1), (64, 1)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert wide.blocks_of(1024) == blocks
+
+
+@HAS_TILES
+def test_each_product_knows_the_next_and_a_guess_changes_no_bit():
+    program = Program(ROWS, torch.bfloat16)
+    x, weights = Row(draw(ROWS, WIDTH, seed=1), program.pairs), [draw(HEIGHT, WIDTH, seed=i) for i in (2, 3)]
+    first, second = (program.linear(x, weight.bfloat16()) for weight in weights)
+    program.finish()
+    one, other = (each.arguments for each in program._operations if each.wide is not None)
+    assert (one[wide.FOLLOWING], other[wide.FOLLOWING]) == (other[1], one[1])
+    program.run(ROWS)
+    kept = [each.tensor.clone() for each in (first, second)]
+    for table in program._tables:  # another number of threads, and a matrix that is not there
+        for row, operation in zip(table, program._operations, strict=True):
+            if operation.wide is not None:
+                row[team.ARGUMENTS + wide.FOLLOWING :][:3] = 0, 1 << 40, 3
+    for rows in (ROWS, 16):
+        program.run(rows)
+        assert all(torch.equal(a.tensor[:rows], b[:rows]) for a, b in zip((first, second), kept, strict=True))
+    # control: a matrix that is read elsewhere does change them
+    for table in program._tables:
+        for row, operation in zip(table, program._operations, strict=True):
+            if operation.wide is not None:
+                row[team.ARGUMENTS + 1] = weights[0].data_ptr()
+    program.run(ROWS)
+    assert not torch.equal(second.tensor, kept[1])
 
 
 @HAS_TILES

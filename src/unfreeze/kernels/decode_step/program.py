@@ -10,7 +10,6 @@ S sequences, K inputs of a product, O outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,16 +18,24 @@ from torch import Tensor
 
 from unfreeze.kernels.attention import CAUSAL, Mask
 from unfreeze.kernels.decode_step import ops, team, thin
-from unfreeze.kernels.decode_step.atomic import ARGUMENTS
 from unfreeze.kernels.decode_step.buffers import Row, Store, memory_of
 from unfreeze.kernels.decode_step.codes import CHUNK
 from unfreeze.kernels.decode_step.dots import FLOAT32
 from unfreeze.kernels.decode_step.formats import packed_weight
+from unfreeze.kernels.decode_step.operation import Operation, Wide, table_of
 from unfreeze.kernels.decode_step.ops import ACT_WIDTH, LINEAR_ROWS
 from unfreeze.kernels.decode_step.pointer import Callee
 from unfreeze.kernels.decode_step.slots import NONE, SlotTable
 from unfreeze.kernels.decode_step.weights import DENSE, CannotRecord, Weight, dense_weight
-from unfreeze.kernels.decode_step.wide import fits, linear_by_tiles, tile_rows, tiles_of, wide_from
+from unfreeze.kernels.decode_step.wide import (
+    blocks_of,
+    fits,
+    follow,
+    linear_by_tiles,
+    tile_rows,
+    tiles_of,
+    wide_from,
+)
 from unfreeze.kernels.loops.amx_tile import SIDE, config
 from unfreeze.kernels.loops.bf16_cpu import available
 from unfreeze.kernels.loops.cores import in_runs
@@ -36,8 +43,6 @@ from unfreeze.quant.codec import Packed
 
 Tables = tuple[int, int, int]
 """Addresses of cos and sin, float32 [S, pairs], and the number of pairs."""
-
-COLUMNS = team.ARGUMENTS + ARGUMENTS
 
 
 class Heads(NamedTuple):
@@ -47,19 +52,6 @@ class Heads(NamedTuple):
     groups: int
     width: int
     value_width: int
-
-
-@dataclass
-class _Operation:
-    loop: Callee
-    jobs: int
-    of_rows: bool
-    arguments: list[int]
-    numbers: list[float] = field(default_factory=list)
-    count: int = 0
-    first: int = 0
-    wide: Callee | None = None  # the loop for many rows; None: the same
-    only_wide: bool = False  # left out for few rows
 
 
 class Program:
@@ -76,7 +68,7 @@ class Program:
         self.slots = torch.full((rows,), NONE)  # of each row's adapter, if there are several (slots.py)
         self._holds: list[Any] = [self.positions, self.places, self.shared, self.slots]
         self._sizes = torch.from_numpy(config())
-        self._operations: list[_Operation] = []
+        self._operations: list[Operation] = []
         self._calls: list[tuple[int, Callable[[int], None]]] = []  # before operation i, on the host
         self._wide_from = wide_from(self.pairs)
         self._free: dict[int, list[Row]] = {}
@@ -201,12 +193,12 @@ class Program:
         reads: Iterable[Any] = (),
         writes: Iterable[Any] = (),
         count: int = 0,
-        wide: Callee | None = None,
+        wide: Wide | None = None,
         only_wide: bool = False,
     ) -> None:
         """Append an operation. It waits for those before it only if it touches what they write or read.
 
-        For many rows (wide.py) the loop is `wide`, if there is one; `only_wide`: for few rows it is left out.
+        wide, only_wide: as in Operation.
 
         All that it reads and writes lives as long as the program.
         """
@@ -215,7 +207,7 @@ class Program:
         read, written = {memory_of(each) for each in reads}, {memory_of(each) for each in writes}
         index = len(self._operations)
         lists = list(arguments), list(numbers)
-        operation = _Operation(loop, jobs, of_rows, *lists, count, index, wide, only_wide)
+        operation = Operation(loop, jobs, of_rows, *lists, count, index, wide, only_wide)
         if read & self._written or written & (self._written | self._read):
             operation.first, self._phase = self._phase, index
             self._read, self._written = set(), set()
@@ -288,15 +280,16 @@ class Program:
         end = [add.address, add.stride] if add is not None else [0, 0]
         arguments = [*W.arguments, K, O, packed, self.packed_stride(x), out.address, out.stride]
         tiles, wide = self._in_tiles(x, weight)
+        jobs, blocks = -(-O // LINEAR_ROWS), blocks_of(O)
         self.add(
             ops.linear,
-            -(-O // LINEAR_ROWS),
+            jobs,
             False,
-            [*arguments, self.vector(bias), *end, *of_adapter, *self.tables(each), *tiles],
+            [*arguments, self.vector(bias), *end, *of_adapter, *self.tables(each), *tiles, blocks],
             [factor, adapter[2] if adapter else 0.0],
             reads=[x.packed, *([add] if add is not None else []), *([low] if low is not None else []), *wide],
             writes=[out],
-            wide=linear_by_tiles if wide else None,
+            wide=Wide(linear_by_tiles, -(-jobs // blocks)) if wide else None,
         )
         return out
 
@@ -453,23 +446,13 @@ class Program:
 
     def finish(self) -> None:
         """Turn the list into the table that the loop reads."""
-        self._tables = self._table(False), self._table(self._wide_from is not None)
+        wide = self._wide_from is not None
+        follow(self._operations)
+        self._tables = [table_of(self._operations, self.pairs, many) for many in (False, wide)]
         self._numbers = np.zeros((len(self._operations), ops.NUMBERS), np.float32)
         for i, operation in enumerate(self._operations):
             self._numbers[i, : len(operation.numbers)] = operation.numbers
         self._counters = np.zeros((len(self._operations), 2), np.int64)
-
-    def _table(self, wide: bool) -> np.ndarray:
-        """The table for few rows or for many."""
-        table = np.zeros((len(self._operations), COLUMNS), np.int64)
-        for i, operation in enumerate(self._operations):
-            loop = operation.wide if wide and operation.wide is not None else operation.loop
-            left_out = operation.only_wide and not wide
-            address, jobs = (0, 0) if left_out else (loop.address(self.pairs), operation.jobs)
-            head = [address, jobs, operation.of_rows, operation.count, operation.first]
-            table[i, : len(head)] = head
-            table[i, team.ARGUMENTS : team.ARGUMENTS + len(operation.arguments)] = operation.arguments
-        return table
 
     def run(self, rows: int) -> None:
         """Compute the step of the first `rows` sequences. Raises ValueError for more than were recorded."""

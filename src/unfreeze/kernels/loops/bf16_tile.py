@@ -131,13 +131,17 @@ def narrow_tile(context, a, a_stride, panel, pairs, out, out_stride):  # pragma:
     return types.void(*[types.int64] * 6), generate
 
 
-def ask(builder: ir.IRBuilder, address: Value) -> None:
+NEAR, FAR = 3, 2
+"""Where a prefetched line goes: to all levels of the cache, or to all but the first."""
+
+
+def ask(builder: ir.IRBuilder, address: Value, level: int = NEAR) -> None:
     """Prefetch the cache line at `address`, which may lie outside our memory: no read that could fault."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    # to read, into all levels, data
-    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(3), I32(1)])
+    # to read, where to, data
+    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(level), I32(1)])
 
 
 @instruction
