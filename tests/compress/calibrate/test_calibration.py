@@ -15,10 +15,12 @@ from tests.compress.calibrate.conftest import calibration, rows, run_calibrated
 from tests.compress.quantize.test_loads import ours, theirs
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.compress.calibrate import calibration as module
-from unfreeze.compress.calibrate.calibration import enough, parts_in, rounded_states
+from unfreeze.compress.calibrate import walk
+from unfreeze.compress.calibrate.calibration import rounded_states
 from unfreeze.compress.calibrate.gptq import Hessian, inverse_factor, rounded_in_order
 from unfreeze.compress.calibrate.inputs import Inputs, inner
 from unfreeze.compress.calibrate.layers import Layers, hidden_states, memory_of
+from unfreeze.compress.calibrate.matrices import enough, parts_in
 from unfreeze.compress.quantize.formats import KIMI, nearest
 from unfreeze.compress.quantize.work import quantize_work
 from unfreeze.core.errors import ConfigError, DataError
@@ -182,7 +184,7 @@ def test_an_expert_with_few_tokens_is_rounded_to_the_nearest_and_counted(bases, 
     own = calibration(base, tmp_path / "own", rows(0, 40))
     own.run()
     counts = {}
-    monkeypatch.setattr(module, "enough", lambda width: counts.setdefault(width, enough(width)) * 4)
+    monkeypatch.setattr(walk, "enough", lambda width: counts.setdefault(width, enough(width)) * 4)
     monkeypatch.setattr(module, "check_rows", lambda *_: None)
     fewer = calibration(base, tmp_path / "fewer", rows(0, 40))
     fewer.run()

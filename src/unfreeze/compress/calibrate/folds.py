@@ -118,7 +118,9 @@ def _candidates(layer: Layer, state: State) -> tuple[list[Fold], list[Fold], lis
 
 
 def _fits(one: nn.Module | None, two: nn.Module | None) -> bool:
-    return type(one) is type(two) is Linear and one.out_features >= two.in_features
+    if not isinstance(one, Linear) or not isinstance(two, Linear) or {type(one), type(two)} != {Linear}:
+        return False
+    return one.out_features >= two.in_features
 
 
 def _with_experts(layer: Layer, fold: Fold) -> Fold | None:
