@@ -281,26 +281,28 @@ sys.path[:0] = [sys.argv[1]]
 import torch
 torch.set_num_threads(1)
 from tests.compress.calibrate.conftest import rows, run_calibrated
-base, out = map(Path, sys.argv[2:])
+base, out = map(Path, sys.argv[2:4])
 folder = out.with_name(out.name + ".calibration")
 
 def progress(done, total):  # in the middle of the second layer
     if list(folder.glob("*.safetensors")):
         os.kill(os.getpid(), signal.SIGKILL)
 
-run_calibrated(base, out, rows(0, 40), progress=progress)
+run_calibrated(base, out, rows(0, 40), progress=progress, method=sys.argv[4])
 """
 
 
 @pytest.mark.nightly
-def test_a_killed_calibration_goes_on(bases, tmp_path, calibrated, forkserver):
+@pytest.mark.parametrize("method", ["gptq", "awq", "awq-gptq"])
+def test_a_killed_calibration_goes_on(method, bases, tmp_path, forkserver):
     out, root = tmp_path / "out", Path(__file__).parents[3]
-    assert forkserver.run(["-c", KILLED, root, bases["llama"], out]).returncode == -signal.SIGKILL
+    assert forkserver.run(["-c", KILLED, root, bases["llama"], out, method]).returncode == -signal.SIGKILL
     folder = tmp_path / "out.calibration"
     assert [path.name for path in folder.glob("*.safetensors")] == ["layer-00000.safetensors"]
     assert list(folder.glob(".*.unfinished-*")) and not out.exists()
-    batches, _, whole = calibrated("llama")
-    run_calibrated(bases["llama"], out, batches)
+    batches, whole = rows(0, 40), tmp_path / "whole"
+    run_calibrated(bases["llama"], whole, batches, method=method)
+    run_calibrated(bases["llama"], out, batches, method=method)
     for file in whole.glob("*.safetensors"):
         assert file.read_bytes() == (out / file.name).read_bytes()
     assert json.loads((folder / "calibration.json").read_text())["finished"]

@@ -68,7 +68,9 @@ def errors_of(
 ) -> list[float]:
     """e(s) of one matrix for each s."""
     return [
-        output_error(weight_OI - codec.dequantize(nearest(weight_OI * s, codec, name)).float() / s, hessian_II)
+        output_error(
+            weight_OI - codec.dequantize(nearest(weight_OI * s, codec, name)).float() / s, hessian_II
+        )
         for s in choices
     ]
 

@@ -144,7 +144,6 @@ def place_of(model: Decoder, matrix: Matrix) -> Tensor:
     return whole if place.half is None else owner.activation.split(whole, 0)[place.half]
 
 
-
 def parts_in(path: Path) -> dict[str, dict[str, TensorInfo]]:
     """Name of a matrix -> suffix -> its tensor in a layer's file."""
     faults = Faults(path.parent)
@@ -154,5 +153,3 @@ def parts_in(path: Path) -> dict[str, dict[str, TensorInfo]]:
         stored.setdefault(name, {})[suffix] = info
     faults.raise_if_any(next=f"remove {path.parent}, and give the same command again")
     return stored
-
-

@@ -96,12 +96,7 @@ class Walk:
         return entry
 
     def _written(
-        self,
-        file: LayerFile,
-        inputs: Inputs,
-        scaling: Scaling,
-        shard: Shard,
-        advance: Callable[[int], None],
+        self, file: LayerFile, inputs: Inputs, scaling: Scaling, shard: Shard, advance: Callable[[int], None]
     ) -> dict[str, Any]:
         """Round and write the matrices of a layer."""
         tallies: dict[str, Tally] = {}
@@ -123,7 +118,9 @@ class Walk:
             if file is not None:
                 stored = parts_in(self.folder / file.name)
                 for matrix in file.matrices:
-                    parts = {suffix: stored_tensor(stored[matrix.name][suffix]) for suffix in suffixes(matrix)}
+                    parts = {
+                        suffix: stored_tensor(stored[matrix.name][suffix]) for suffix in suffixes(matrix)
+                    }
                     place_of(self.layers.model, matrix).copy_(matrix.codec.dequantize(parts))
                 for name, (kind, matrix) in self.entries(file.name).get("others", {}).items():
                     self._change(name, kind, stored_tensor(stored[matrix][COLUMNS]))
