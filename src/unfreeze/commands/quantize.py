@@ -65,7 +65,7 @@ class Config(Frozen):
     method: Literal["gptq", "awq", "awq-gptq"] = Field(
         default="gptq",
         description=(
-            "with --calibrate: gptq makes up for rounded columns in later ones; awq scales input channels, and"
+            "with --calibrate: gptq makes up for rounded columns in later ones; awq scales input channels,"
             " then rounds to nearest; awq-gptq: both"
         ),
     )

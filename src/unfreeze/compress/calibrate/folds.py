@@ -125,11 +125,12 @@ def _fits(one: nn.Module | None, two: nn.Module | None) -> bool:
 
 def _with_experts(layer: Layer, fold: Fold) -> Fold | None:
     """The fold with the experts beside a router that is among its readers."""
+    modules = dict(layer.named_modules())
     for reader in fold.readers:
         experts = f"{reader.rpartition('.')[0]}.experts"
-        if isinstance(layer.get_submodule(reader), Router) and experts not in fold.readers:
-            if isinstance(dict(layer.named_modules()).get(experts), Experts):
-                return Fold(fold.producer, (*fold.readers, experts))
+        beside = isinstance(modules[reader], Router) and isinstance(modules.get(experts), Experts)
+        if beside and experts not in fold.readers:
+            return Fold(fold.producer, (*fold.readers, experts))
     return None
 
 

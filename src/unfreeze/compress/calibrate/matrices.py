@@ -1,4 +1,4 @@
-"""Matrices that are quantized, by layer: their places, the files that hold them meanwhile, and their tallies."""
+"""Matrices that are quantized, by layer: their places, the files that hold them meanwhile, their tallies."""
 
 from __future__ import annotations
 
