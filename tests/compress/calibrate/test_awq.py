@@ -93,7 +93,7 @@ def written(base, folder, to="int8", method="awq", modules=("all-linear",), batc
     "name, modules", [("llama", "all-linear"), ("moe", "experts"), ("gemma", "all-linear")]
 )
 def test_a_folder_with_scales_computes_what_its_base_does(name, modules, large, tmp_path, monkeypatch):
-    """INT8 rounds by half a per cent; the scales, drawn at random here, move weights by a factor of 4."""
+    """In INT8; the scales, drawn at random here, move weights by a factor of 4."""
 
     def drawn(mean_I, _):
         yield torch.ones(len(mean_I))
@@ -106,7 +106,9 @@ def test_a_folder_with_scales_computes_what_its_base_does(name, modules, large, 
     base, held = open_checkpoint(large[name]), rows(9, 4)
     original = torch.cat(hidden_states(Layers(base), held))
     after = torch.cat(hidden_states(Layers(open_checkpoint(tmp_path / "out")), held))
-    assert (after - original).norm() < 0.03 * original.norm()
+    plain = torch.cat(rounded_states(base, own.matrices, held).states)
+    # rounding alone moves it by as much: the scales widen a row's range, at most fourfold
+    assert (after - original).norm() < 4 * (plain - original).norm() < 0.1 * original.norm()
     assert all(tally.scaled for tally in own.tallies.values())
     # the same names, shapes and dtypes as without scales: an ordinary release
     written(large[name], tmp_path / "gptq", method="gptq", modules=(modules,))
