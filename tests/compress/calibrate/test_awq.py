@@ -107,8 +107,8 @@ def test_a_folder_with_scales_computes_what_its_base_does(name, modules, large, 
     original = torch.cat(hidden_states(Layers(base), held))
     after = torch.cat(hidden_states(Layers(open_checkpoint(tmp_path / "out")), held))
     plain = torch.cat(rounded_states(base, own.matrices, held).states)
-    # rounding alone moves it by as much: the scales widen a row's range, at most fourfold
-    assert (after - original).norm() < 4 * (plain - original).norm() < 0.1 * original.norm()
+    bound = 2 * (plain - original).norm()  # rounding without scales; a row's range is wider with them
+    assert (after - original).norm() < bound < 0.1 * original.norm()
     assert all(tally.scaled for tally in own.tallies.values())
     # the same names, shapes and dtypes as without scales: an ordinary release
     written(large[name], tmp_path / "gptq", method="gptq", modules=(modules,))
