@@ -11,7 +11,7 @@ from test_family_quantized import STACKED
 from tests.compress.calibrate.conftest import rows
 from unfreeze import models
 from unfreeze.checkpoint import open_checkpoint
-from unfreeze.compress.calibrate import calibration
+from unfreeze.compress.calibrate import calibration, matrices
 from unfreeze.compress.calibrate.layers import Layers, hidden_states
 from unfreeze.compress.quantize.work import quantize_work
 from unfreeze.generate.open import open_model
@@ -28,7 +28,7 @@ SOME = ("gpt-oss", "nemotron-h", "gemma3-window")
     ],
 )
 def test_a_family_is_calibrated_layer_by_layer(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration, "FEWEST", 1)
+    monkeypatch.setattr(matrices, "FEWEST", 1)
     oracle(name).bfloat16().save_pretrained(tmp_path / "base")
     manifest = open_checkpoint(tmp_path / "base")
     batches = rows(0, 20, 30, min(90, models.shape(manifest.config).vocab_size))

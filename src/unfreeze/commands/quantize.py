@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from tyro.conf import Positional, arg
@@ -61,7 +61,14 @@ class Config(Frozen):
         ),
     )
     calibrate: Folder = Field(
-        default="", description="rows to correct the rounding on (GPTQ); without it: round to nearest"
+        default="", description="rows to correct the rounding on; without it: round to nearest"
+    )
+    method: Literal["gptq", "awq", "awq-gptq"] = Field(
+        default="gptq",
+        description=(
+            "with --calibrate: gptq makes up for rounded columns in later ones; awq scales input channels,"
+            " then rounds to nearest; awq-gptq: both"
+        ),
     )
     measure: Folder = Field(
         default="",
@@ -101,6 +108,10 @@ def quantize(config: Config, common: Common) -> dict[str, Any]:
             next=f"without torchrun: unfreeze quantize {config.model} --to {config.to} --out {config.out}",
         )
     refuse_adapters(Path(config.model), config)
+    if config.method != "gptq" and not config.calibrate:
+        raise ConfigError(
+            f"--method {config.method} needs rows to choose its scales on", next="add --calibrate FILE"
+        )
     manifest, out = open_checkpoint(config.model, progress=say(common)), Path(config.out)
     if out.resolve() == manifest.path.resolve():
         raise ConfigError(f"out = {out} is the model's own folder", next="give another folder")
@@ -116,11 +127,14 @@ def quantize(config: Config, common: Common) -> dict[str, Any]:
     inputs = by_shards.inputs_of(manifest, config.to, tuple(work.packing.modules))
     rows = quantize_rows.rows_of(config.calibrate, config.measure, config.columns, manifest, say(common))
     inputs["calibrate"] = quantize_rows.digest(rows)
+    if rows is not None and rows.corrected_on:
+        inputs["method"] = config.method
     try:
         with writing(out, "out"):
             calibration = quantize_rows.calibrate(rows, work, out, inputs, common.quiet)
             if calibration is not None:
-                work = quantize_work(manifest, config.to, config.modules, calibration.round)
+                scales = calibration if config.method != "gptq" else None
+                work = quantize_work(manifest, config.to, config.modules, calibration.round, scales)
             with LoadProgress("quantize", quiet=common.quiet) as progress:
                 record = by_shards.write(work, out, inputs, progress)
     except KeyboardInterrupt:
@@ -128,6 +142,7 @@ def quantize(config: Config, common: Common) -> dict[str, Any]:
             f"finished files stay in {out}; to continue, run the same command again"
         ) from None
     result = facts(config, work, record) | quantize_rows.results(rows, calibration, work, record, out)
+    quantize_rows.mark_scaled(result)
     names = ("before", "after", "bits", "bits_all", "moved", "kept", "calibrated", "measured")
     record.more |= {name: result[name] for name in names}
     with writing(out, "out"):

@@ -31,6 +31,17 @@ if TYPE_CHECKING:
 
 TOKENS = 2048  # of a batch, and of the longest row
 HELD_OUT = 0.1  # of the calibration rows
+CARRY = "not rounded; they carry the inverse of AWQ's scales"
+WAYS = {
+    "gptq": ("Corrected", "The rounding was corrected (GPTQ, arXiv:2210.17323)"),
+    "awq": ("Scaled", "Input channels were scaled before rounding to nearest (AWQ, arXiv:2306.00978)"),
+    "awq-gptq": (
+        "Scaled and corrected",
+        "Input channels were scaled (AWQ, arXiv:2306.00978) and the rounding corrected (GPTQ,"
+        " arXiv:2210.17323)",
+    ),
+}
+"""Of a method: the word before "on … tokens", and the card's sentence before it."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +124,7 @@ def calibrate(
     if rows is None or not rows.corrected_on:
         return None
     folder, finished = folder_of(out), by_shards.begun(out, inputs).finished
-    calibration = Calibration(work, rows.corrected_on, folder, inputs)
+    calibration = Calibration(work, rows.corrected_on, folder, inputs, inputs["method"])
     if finished:
         return calibration
     needed, free = memory_of(work.manifest, rows.tokens), hardware("cpu").available
@@ -191,15 +202,27 @@ def results(
     own = record.more.get("calibrated")
     if rows is not None and calibration is not None and calibration.tallies:
         groups = {group: vars(tally) for group, tally in calibration.tallies.items()}
-        own = {"tokens": rows.tokens, "groups": groups}
+        own = {"method": calibration.method, "tokens": rows.tokens, "groups": groups}
+        own |= {"left": calibration.left, "carry": calibration.changed_groups}
     return {"calibrated": own, "measured": None if rows is None else measured(rows, work, out)}
+
+
+def mark_scaled(result: dict[str, Any]) -> None:
+    """Say of the groups that are not rounded but carry scales that they do."""
+    carry = (result["calibrated"] or {}).get("carry", {})
+    for row in result["kept"]:
+        if row["group"] in carry:
+            row["why"] = CARRY
 
 
 def sentences(result: dict[str, Any]) -> Iterator[str]:
     """Matrices by their rounding; perplexity and KL before and after."""
     if (own := result["calibrated"]) is not None:
         groups = (f"{name(group)} {words(tally)}" for group, tally in own["groups"].items())
-        yield f"Corrected on {own['tokens']:,} tokens: {'; '.join(groups)}"
+        verb, _ = WAYS[own.get("method", "gptq")]
+        yield f"{verb} on {own['tokens']:,} tokens: {'; '.join(groups)}"
+        if own.get("left"):
+            yield unscaled(own["left"])
     if (own := result["measured"]) is not None:
         before, after, nearest = own["original"], own["written"], own["nearest"]
         plain = f" (to nearest {nearest['perplexity']:.4g})" if nearest else ""
@@ -219,8 +242,14 @@ def name(group: str) -> str:
     return "head" if group == "lm_head" else group.replace("_", " ")
 
 
+def unscaled(left: dict[str, int]) -> str:
+    """The matrices without scales, in words."""
+    names = ", ".join(f"{leaf} ({count:,})" for leaf, count in left.items())
+    return f"Not scaled, as nothing in front takes the scales exactly: {names}"
+
+
 def words(tally: dict[str, Any]) -> str:
-    """One group's tally: how many matrices were corrected and what is left of their error, and the others."""
+    """One group's tally: matrices with a smaller error and what is left of it, and the others."""
     total = sum(tally[way] for way in ("corrected", "better", "few", "other"))
     left = f", {100 * tally['error'] / tally['nearest']:.0f} % of the error left" if tally["nearest"] else ""
     why = {
@@ -242,9 +271,11 @@ def card(result: dict[str, Any]) -> list[str]:
     """The lines of README.md."""
     lines: list[str] = []
     if (own := result["calibrated"]) is not None:
-        lines += [f"The rounding was corrected (GPTQ, arXiv:2210.17323) on {own['tokens']:,} tokens."]
+        lines += [f"{WAYS[own.get('method', 'gptq')][1]} on {own['tokens']:,} tokens."]
         for group, tally in own["groups"].items():
             lines += [f"- {name(group)}: {words(tally)}"]
+        if own.get("left"):
+            lines += ["", f"{unscaled(own['left'])}."]
         lines += [""]
     if (own := result["measured"]) is not None:
         lines += [

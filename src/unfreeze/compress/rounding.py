@@ -225,8 +225,9 @@ def _rounded(
     outputs, pieces = [], []
     for name, out, half in _cut(work, weight, merged, outs):
         module = canonical(in_model(work.manifest.prefix, name)) + (f"[{expert}]" if out.whole else "")
-        fresh = work.packing.round(half, to, module)
-        pieces.append(to.dequantize(fresh).float())
+        fresh, scales = work.packing.round(half, to, module), work.packing.scales
+        piece = to.dequantize(fresh).float()
+        pieces.append(piece if scales is None else scales.unscaled(piece, module))
         stored = stored_tensors(to, fresh, *half.shape)
         outputs += [(work.part_name(name, suffix), part) for suffix, part in stored.items()]
     whole = pieces[0] if len(pieces) == 1 else _joined(work, weight, pieces)

@@ -28,17 +28,28 @@ def rows(seed: int, documents: int, length: int = 40, vocabulary: int = 96):
     return [pack(examples[first : first + 10]) for first in range(0, documents, 10)]
 
 
-def calibration(base: Path, folder: Path, batches, to: str = "int4", modules=("all-linear",)) -> Calibration:
-    return Calibration(quantize_work(open_checkpoint(base), to, modules), batches, folder, {"to": to})
+def calibration(
+    base: Path, folder: Path, batches, to: str = "int4", modules=("all-linear",), method="gptq"
+) -> Calibration:
+    return Calibration(quantize_work(open_checkpoint(base), to, modules), batches, folder, {"to": to}, method)
 
 
-def run_calibrated(base: Path, out: Path, batches, to: str = "int4", progress=None):
+def run_calibrated(
+    base: Path,
+    out: Path,
+    batches,
+    to: str = "int4",
+    progress=None,
+    *,
+    method: str = "gptq",
+    modules=("all-linear",),
+):
     """-> (the calibration, the written folder's record)."""
     manifest = open_checkpoint(base)
-    made = calibration(base, out.with_name(f"{out.name}.calibration"), batches, to)
+    made = calibration(base, out.with_name(f"{out.name}.calibration"), batches, to, modules, method)
     made.run(progress)
-    work = quantize_work(manifest, to, ("all-linear",), made.round)
-    return made, write(work, out, inputs_of(manifest, to, ("all-linear",)), None)
+    work = quantize_work(manifest, to, modules, made.round, made if method != "gptq" else None)
+    return made, write(work, out, inputs_of(manifest, to, modules), None)
 
 
 @pytest.fixture(scope="session")

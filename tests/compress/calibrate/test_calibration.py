@@ -15,10 +15,12 @@ from tests.compress.calibrate.conftest import calibration, rows, run_calibrated
 from tests.compress.quantize.test_loads import ours, theirs
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.compress.calibrate import calibration as module
-from unfreeze.compress.calibrate.calibration import enough, parts_in, rounded_states
+from unfreeze.compress.calibrate import walk
+from unfreeze.compress.calibrate.calibration import rounded_states
 from unfreeze.compress.calibrate.gptq import Hessian, inverse_factor, rounded_in_order
 from unfreeze.compress.calibrate.inputs import Inputs, inner
 from unfreeze.compress.calibrate.layers import Layers, hidden_states, memory_of
+from unfreeze.compress.calibrate.matrices import enough, parts_in
 from unfreeze.compress.quantize.formats import KIMI, nearest
 from unfreeze.compress.quantize.work import quantize_work
 from unfreeze.core.errors import ConfigError, DataError
@@ -210,7 +212,7 @@ def test_an_expert_with_few_tokens_is_rounded_to_the_nearest_and_counted(bases, 
     own = calibration(base, tmp_path / "own", rows(0, 40))
     own.run()
     counts = {}
-    monkeypatch.setattr(module, "enough", lambda width: counts.setdefault(width, enough(width)) * 4)
+    monkeypatch.setattr(walk, "enough", lambda width: counts.setdefault(width, enough(width)) * 4)
     monkeypatch.setattr(module, "check_rows", lambda *_: None)
     fewer = calibration(base, tmp_path / "fewer", rows(0, 40))
     fewer.run()
@@ -307,26 +309,28 @@ sys.path[:0] = [sys.argv[1]]
 import torch
 torch.set_num_threads(1)
 from tests.compress.calibrate.conftest import rows, run_calibrated
-base, out = map(Path, sys.argv[2:])
+base, out = map(Path, sys.argv[2:4])
 folder = out.with_name(out.name + ".calibration")
 
 def progress(done, total):  # in the middle of the second layer
     if list(folder.glob("*.safetensors")) and list(folder.glob(".*.unfinished-*")):
         os.kill(os.getpid(), signal.SIGKILL)
 
-run_calibrated(base, out, rows(0, 40), progress=progress)
+run_calibrated(base, out, rows(0, 40), progress=progress, method=sys.argv[4])
 """
 
 
 @pytest.mark.nightly
-def test_a_killed_calibration_goes_on(bases, tmp_path, calibrated, forkserver):
+@pytest.mark.parametrize("method", ["gptq", "awq", "awq-gptq"])
+def test_a_killed_calibration_goes_on(method, bases, tmp_path, forkserver):
     out, root = tmp_path / "out", Path(__file__).parents[3]
-    assert forkserver.run(["-c", KILLED, root, bases["llama"], out]).returncode == -signal.SIGKILL
+    assert forkserver.run(["-c", KILLED, root, bases["llama"], out, method]).returncode == -signal.SIGKILL
     folder = tmp_path / "out.calibration"
     assert [path.name for path in folder.glob("*.safetensors")] == ["layer-00000.safetensors"]
     assert list(folder.glob(".*.unfinished-*")) and not out.exists()
-    batches, _, whole = calibrated("llama")
-    run_calibrated(bases["llama"], out, batches)
+    batches, whole = rows(0, 40), tmp_path / "whole"
+    run_calibrated(bases["llama"], whole, batches, method=method)
+    run_calibrated(bases["llama"], out, batches, method=method)
     for file in whole.glob("*.safetensors"):
         assert file.read_bytes() == (out / file.name).read_bytes()
     assert json.loads((folder / "calibration.json").read_text())["finished"]

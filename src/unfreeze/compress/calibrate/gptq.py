@@ -35,17 +35,28 @@ BLOCK = 128  # columns whose changes reach later blocks in one product
 
 
 class Hessian:
-    """H = 2/n Σ x xᵀ of one input, summed in float32 batch by batch."""
+    """H = 2/n Σ x xᵀ and the mean of |x| of one input, summed in float32 batch by batch."""
 
     def __init__(self, width: int):
-        self.sum_II = torch.zeros(width, width)
+        self.sum_II, self.sizes_I = torch.zeros(width, width), torch.zeros(width)
         self.rows = 0
 
     def add(self, x_nI: Tensor) -> None:
         """Add n inputs."""
         x_nI = x_nI.detach().reshape(-1, x_nI.shape[-1]).float()
         self.sum_II.addmm_(x_nI.t(), x_nI)
+        self.sizes_I += x_nI.abs().sum(0)
         self.rows += len(x_nI)
+
+    def divide(self, s_I: Tensor) -> None:
+        """Become that of the inputs x / s."""
+        self.sum_II.div_(s_I).div_(s_I[:, None])
+        self.sizes_I.div_(s_I)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of |x|, [I]."""
+        return self.sizes_I / max(1, self.rows)
 
     @property
     def matrix(self) -> Tensor:

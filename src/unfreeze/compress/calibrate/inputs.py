@@ -31,6 +31,7 @@ class Inputs:
         self._same: dict[str, str] = {}
         self._seen: dict[int, tuple[Tensor, str]] = {}
         self._routed: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._divided: set[str] = set()
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -55,6 +56,19 @@ class Inputs:
     def linear(self, name: str) -> Hessian | None:
         """H of a linear layer's inputs; None if it was never called."""
         return self._hessians.get(self._same.get(name, name))
+
+    def mean(self, name: str) -> tuple[Tensor, int]:
+        """(mean of |x| [D] over all tokens that experts of this name got, their number)."""
+        routed = self._routed[name]
+        tokens = sum(len(x_TD) for x_TD, _ in routed)
+        return torch.stack([x_TD.float().abs().sum(0) for x_TD, _ in routed]).sum(0) / tokens, tokens
+
+    def divide(self, name: str, s_I: Tensor) -> None:
+        """Divide the inputs of a linear layer, and of all that read the same tensor, by s, once."""
+        owner = self._same.get(name, name)
+        if owner in self._hessians and owner not in self._divided:
+            self._hessians[owner].divide(s_I)
+            self._divided.add(owner)
 
     def expert(self, name: str, expert: int) -> Tensor:
         """The inputs [n, D] of one expert."""

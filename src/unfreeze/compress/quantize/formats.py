@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.quant.bitsandbytes import Bits4
@@ -53,6 +53,18 @@ Gate and up of an expert come one after the other. Of stacked experts on disk th
 """
 
 
+class Scales(Protocol):
+    """Scales of matrices' inputs, of which the weights in front take the inverse (calibrate/folds.py)."""
+
+    def unscaled(self, weight: Tensor, name: str) -> Tensor:
+        """A rounded matrix, name as in Round, as it compares with the base's."""
+        ...
+
+    def change(self, name: str) -> Callable[[Tensor], Tensor] | None:
+        """The change of a tensor on disk that is not quantized; None if it stays as it is."""
+        ...
+
+
 def nearest(weight: Tensor, codec: Codec, name: str) -> dict[str, Tensor]:
     """Round to nearest: the codec's own scales, in their dtype on disk, and for each weight the nearest code.
 
@@ -86,11 +98,13 @@ class Packing:
     """A wish: the codec, the modules that get it, and the way to round.
 
     modules  of MODULES: "all-linear" is every group but LEFT, "experts" the routed ones
+    scales   folded into other weights; None: none
     """
 
     codec: Codec
     modules: Collection[str] = ("all-linear",)
     round: Round = nearest
+    scales: Scales | None = None
 
     def chooses(self, group: str) -> bool:
         """True if a linear layer or expert of this group is packed."""

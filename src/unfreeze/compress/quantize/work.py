@@ -18,7 +18,7 @@ from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 from unfreeze.checkpoint.resolve import resolve
 from unfreeze.compress.deltas import NoChanges
 from unfreeze.compress.merge import OutFile
-from unfreeze.compress.quantize.formats import FORMATS, LEFT, MODULES, Packing, Round, nearest
+from unfreeze.compress.quantize.formats import FORMATS, LEFT, MODULES, Packing, Round, Scales, nearest
 from unfreeze.compress.released import config_of
 from unfreeze.compress.work import MergeWork, Weight
 from unfreeze.core.dtypes import ITEMSIZE
@@ -65,7 +65,11 @@ def modules_of(shape: Shape, named: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def quantize_work(
-    manifest: Manifest, to: str, modules: Collection[str] = (), round: Round = nearest
+    manifest: Manifest,
+    to: str,
+    modules: Collection[str] = (),
+    round: Round = nearest,
+    scales: Scales | None = None,
 ) -> MergeWork:
     """The plan of `unfreeze quantize`. modules: as in `modules_of`.
 
@@ -76,7 +80,7 @@ def quantize_work(
     shape = models.shape(manifest.config)
     modules = modules_of(shape, modules)
     model = models.meta_model(shape, manifest, torch.float32)
-    work = MergeWork(manifest, model, NoChanges(), Packing(FORMATS[to], modules, round))
+    work = MergeWork(manifest, model, NoChanges(), Packing(FORMATS[to], modules, round, scales))
     chosen = [weight for weight in work.weights if work.chosen(weight)]
     for weight in chosen:
         if weight.to is None:

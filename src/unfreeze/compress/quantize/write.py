@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfreeze.checkpoint.manifest import QUANTIZE, Manifest
+from unfreeze.checkpoint.manifest import QUANTIZE, Manifest, TensorInfo
 from unfreeze.checkpoint.save import write_file
 from unfreeze.checkpoint.shard import Shard
+from unfreeze.checkpoint.tensors import stored_tensor
 from unfreeze.compress import shards
 from unfreeze.compress.merge import OutFile, out_files
 from unfreeze.compress.quantize.work import check_loads, planned
@@ -77,7 +78,7 @@ def write(work: MergeWork, out: Path, inputs: dict[str, Any], progress: Progress
         for weight in file.weights:
             if weight.to is None:
                 for info in weight.parts.values():
-                    shard.copy(info.name, info)
+                    _copy(work, info, shard)
             else:
                 sums = moved.setdefault(weight.group, [0, 0, 0.0, 0.0])
                 try:
@@ -100,6 +101,16 @@ def write(work: MergeWork, out: Path, inputs: dict[str, Any], progress: Progress
 
     shards.write_files(out, files, record, write_one, finish, progress)
     return record
+
+
+def _copy(work: MergeWork, info: TensorInfo, shard: Shard) -> None:
+    """Write a tensor that is not quantized, with the scales that it takes if there are some."""
+    assert work.packing is not None
+    change = work.packing.scales.change(info.name) if work.packing.scales is not None else None
+    if change is None:
+        shard.copy(info.name, info)
+    else:
+        shard.put(info.name, change(stored_tensor(info)))
 
 
 def begun(out: Path, inputs: dict[str, Any]) -> Record:
