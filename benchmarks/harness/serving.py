@@ -147,8 +147,12 @@ class Server:
         )
 
     def round(self, load: Load) -> float:
-        """Start it, warm it up with the first requests, answer the load. -> tokens a second."""
-        warm = Load(load.prompts[: load.streams], [4] * load.streams, load.streams)
+        """Start it, warm it up, answer the load. -> tokens a second.
+
+        The prompts of the warm-up are others (backwards), so that none of the load is in a cache already.
+        """
+        others = [" ".join(reversed(prompt.split())) for prompt in load.prompts[: load.streams]]
+        warm = Load(others, [4] * load.streams, load.streams)
         with self.running() as url:
             asyncio.run(self._answers(url, warm))
             started = time.perf_counter()
