@@ -31,7 +31,8 @@ from unfreeze.compress.calibrate.gptq import DAMPING, Hessian, correct, inverse_
 from unfreeze.compress.calibrate.inputs import Inputs, inner
 from unfreeze.compress.calibrate.layers import Layers, State, hidden_states, through
 from unfreeze.compress.deltas import MatrixPlace
-from unfreeze.compress.quantize.formats import nearest
+from unfreeze.compress.quantize.formats import Round
+from unfreeze.compress.quantize.fused import OneNumber
 from unfreeze.compress.work import MergeWork
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DataError
@@ -166,10 +167,12 @@ class Calibration:
     record: shards.Record = field(init=False)
     matrices: list[Matrix] = field(init=False)
     files: list[LayerFile] = field(init=False)
+    _nearest: Round = field(init=False)
     _stored: dict[str, dict[str, TensorInfo]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise DataError for too few rows, ConfigError for a folder with another calibration."""
+        self._nearest = OneNumber(self.work).round
         self.matrices = list(matrices_of(self.work))
         check_rows(self.matrices, self.work.model, self.batches)
         by_layer: dict[int, list[Matrix]] = {}
@@ -190,7 +193,9 @@ class Calibration:
 
         def write(file: LayerFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
             nonlocal walk
-            walk = walk or _Walk(Layers(self.work.manifest), self.batches, files, self.folder)
+            walk = walk or _Walk(
+                Layers(self.work.manifest), self.batches, files, self.folder, self._nearest
+            )
             return {"tallies": walk.corrected(file, shard, advance)}
 
         def finish() -> None:
@@ -207,7 +212,7 @@ class Calibration:
             self.run()
         stored = self._stored.get(name)
         if stored is None:
-            return nearest(weight, codec, name)
+            return self._nearest(weight, codec, name)
         return {suffix: stored_tensor(info) for suffix, info in stored.items()}
 
     @property
@@ -223,8 +228,15 @@ class Calibration:
 class _Walk:
     """The rows at one layer, and the way to the next."""
 
-    def __init__(self, layers: Layers, batches: Sequence[Batch], files: Sequence[LayerFile], folder: Path):
-        self.layers, self.folder = layers, folder
+    def __init__(
+        self,
+        layers: Layers,
+        batches: Sequence[Batch],
+        files: Sequence[LayerFile],
+        folder: Path,
+        nearest: Round,
+    ):
+        self.layers, self.folder, self.nearest = layers, folder, nearest
         self.files = {file.index: file for file in files}
         self.last = max(self.files)
         self.at = 0
@@ -321,7 +333,7 @@ class _Walk:
         """Round one matrix, write its parts, and put the rounded weight into the layer."""
         weight = place_of(self.layers.model, matrix)
         W_OI = weight.float().contiguous()
-        parts = nearest(W_OI, matrix.codec, matrix.name)
+        parts = self.nearest(W_OI, matrix.codec, matrix.name)
         if hessian is not None and U_II is not None:
             result = correct(W_OI, hessian.matrix, U_II, matrix.codec, parts)
             if result is None:
@@ -353,8 +365,10 @@ def place_of(model: Decoder, matrix: Matrix) -> Tensor:
 
 
 @torch.no_grad()
-def rounded_states(manifest: Manifest, matrices: Sequence[Matrix], batches: Sequence[Batch]) -> Rounded:
-    """The states that the head would read if every matrix were rounded to the nearest; no file is written."""
+def rounded_states(
+    manifest: Manifest, matrices: Sequence[Matrix], batches: Sequence[Batch], nearest: Round
+) -> Rounded:
+    """The states that the head would read if `nearest` rounded every matrix; no file is written."""
     layers, by_layer = Layers(manifest), dict[int | None, list[Matrix]]()
     for matrix in matrices:
         by_layer.setdefault(Layers.layer_of(matrix.place.site), []).append(matrix)
