@@ -105,3 +105,15 @@ def test_fields_of_a_table_that_exclude_each_other_are_named_without_the_table()
             parse(Config, [*flags, *other], command="sft", description="")
         assert caught.value.message.startswith("merge_aware rounds ordinary factors, not lora.")
     assert parse(Config, flags, command="sft", description="").lora.merge_aware == "int4"  # control arm
+
+
+def test_a_value_behind_an_equals_sign_may_begin_with_dashes():
+    def of(*arguments):
+        return parse(Config, list(arguments), command="sft", description="")
+
+    assert of("--model=--x 1 | --y").model == "--x 1 | --y"
+    assert of("--model", "m", "--lora.targets=--x", "--steps", "2").lora.targets == ("--x",)
+    with pytest.raises(ConfigError, match="no flag --x"):  # control arm
+        of("--model", "--x")
+    with pytest.raises(ConfigError, match="steps"):
+        of("--model", "m", "--steps=three")
