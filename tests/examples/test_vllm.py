@@ -57,7 +57,8 @@ def folders(tmp_path_factory):
     for name, (kind, settings, more) in MADE.items():
         tensors, config = random_model(kind, settings)
         half = {
-            key: value if key.endswith("correction_bias") else value.bfloat16() for key, value in tensors.items()
+            key: value if key.endswith("correction_bias") else value.bfloat16()
+            for key, value in tensors.items()
         }
         made[name] = sharded(root / name, half, config | {"dtype": "bfloat16"} | more)
     return made
@@ -138,8 +139,14 @@ def test_matrices_that_it_fuses_have_one_number(folders, tmp_path):
     for name, base in folders.items():
         run_quantize(base, tmp_path / name, "nvfp4", ("all-linear",))
         tensors = {k: v for f in (tmp_path / name).glob("*.safetensors") for k, v in load_file(f).items()}
-        numbers = {k.removesuffix(".weight_global_scale"): float(v) for k, v in tensors.items() if "global" in k}
-        for leaf, other in (("q_proj", "k_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa")):
+        numbers = {
+            k.removesuffix(".weight_global_scale"): float(v) for k, v in tensors.items() if "global" in k
+        }
+        for leaf, other in (
+            ("q_proj", "k_proj"),
+            ("gate_proj", "up_proj"),
+            ("q_a_proj", "kv_a_proj_with_mqa"),
+        ):
             both = [(n, n.removesuffix(leaf) + other) for n in numbers if n.endswith(f".{leaf}")]
             for one, two in both:
                 assert two not in numbers or numbers[one] == numbers[two], one
@@ -166,7 +173,9 @@ def test_an_adapter_reaches_the_layers(name, folders, by_vllm, tmp_path):
     good, bad = by_vllm([task | {"adapter": str(tmp_path / each)} for each in ("export", "strange")])
     assert good["adapter"]["aside"] == [], good
     scale = json.loads(config)["lora_alpha"] / json.loads(config)["r"]
-    own = [sum(float(t.double().square().sum()) for k, t in tensors.items() if f"lora_{x}" in k) for x in "AB"]
+    own = [
+        sum(float(t.double().square().sum()) for k, t in tensors.items() if f"lora_{x}" in k) for x in "AB"
+    ]
     assert good["adapter"]["squares"] == pytest.approx([own[0], own[1] * scale**2], rel=1e-2)  # in bf16
     assert "error" in bad or bad["adapter"]["aside"]  # control arm
     assert bool(dropped(model, VLLM)) == (name == "deepseek_v3")

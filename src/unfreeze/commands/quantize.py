@@ -209,6 +209,8 @@ def reader(to: str, work: MergeWork) -> str:
     experts = any(weight.group == "experts" for weight in work.weights if weight.to is not None)
     if kind == "gpt_oss" and to == "mxfp4":
         return "transformers 5.23 and servers load it as they load gpt-oss's own release."
+    if to == "fp8" and experts:
+        return "transformers 5.23 loads it with compressed-tensors; vLLM 0.33 refuses such FP8 experts."
     if to in ("int4", "int8", "fp8", "mxfp4") or (to == "nvfp4" and not experts):
         return "transformers 5.23 loads it with compressed-tensors."
     if to == "nvfp4":
@@ -217,8 +219,8 @@ def reader(to: str, work: MergeWork) -> str:
             " nonsense. unfreeze loads it."
         )
     if experts:
-        return "transformers 5.23 has no loader for NF4 experts. unfreeze loads it."
-    return "transformers 5.23 loads it with bitsandbytes."
+        return "transformers 5.23 and vLLM 0.33 have no loader for NF4 experts. unfreeze loads it."
+    return "transformers 5.23 loads it with bitsandbytes; vLLM 0.33 does not."
 
 
 def write_card(config: Config, work: MergeWork, record: Record, result: dict[str, Any]) -> None:

@@ -15,7 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import MagicMock
 
-os.environ |= {"VLLM_CACHE_ROOT": tempfile.mkdtemp(), "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "CRITICAL"}
+os.environ |= {
+    "VLLM_CACHE_ROOT": tempfile.mkdtemp(),
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "CRITICAL",
+}
 
 import torch
 from safetensors import safe_open
@@ -133,7 +137,11 @@ def adapter(config, model, folder):
         for place, stacks in enumerate(("lora_a_stacked", "lora_b_stacked", "w13_lora_a_stacked")[:2]):
             for stack in getattr(module, stacks, ()):
                 squares[place] += float(stack.double().square().sum())
-    return {"modules": sorted(lora.loras), "aside": sorted(set(lora.loras) - set(inside.modules)), "squares": squares}
+    return {
+        "modules": sorted(lora.loras),
+        "aside": sorted(set(lora.loras) - set(inside.modules)),
+        "squares": squares,
+    }
 
 
 def read(task):

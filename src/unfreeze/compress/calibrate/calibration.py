@@ -193,9 +193,7 @@ class Calibration:
 
         def write(file: LayerFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
             nonlocal walk
-            walk = walk or _Walk(
-                Layers(self.work.manifest), self.batches, files, self.folder, self._nearest
-            )
+            walk = walk or _Walk(Layers(self.work.manifest), self.batches, files, self.folder, self._nearest)
             return {"tallies": walk.corrected(file, shard, advance)}
 
         def finish() -> None:

@@ -53,9 +53,7 @@ Gate and up of an expert come one after the other. Of stacked experts on disk th
 """
 
 
-def nearest(
-    weight: Tensor, codec: Codec, name: str, whole: Tensor | None = None
-) -> dict[str, Tensor]:
+def nearest(weight: Tensor, codec: Codec, name: str, whole: Tensor | None = None) -> dict[str, Tensor]:
     """Round to nearest: the codec's own scales, in their dtype on disk, and for each weight the nearest code.
 
     whole: the number of an NVFP4 matrix that shares it with others (fused.py); None: its own.

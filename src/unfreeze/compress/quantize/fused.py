@@ -71,4 +71,6 @@ class OneNumber:
                     assert isinstance(owner, Experts)
                     rows = owner.activation.split(matrix, 0)[out.half]
                 ends = torch.stack(torch.aminmax(rows)).float()
-                self._largest[self._name(out.name)] = ends.abs().amax().nan_to_num(0.0)  # NaN is refused later
+                self._largest[self._name(out.name)] = (
+                    ends.abs().amax().nan_to_num(0.0)
+                )  # NaN is refused later
