@@ -6,8 +6,8 @@ longest; no token ends an answer, and each side's usage is counted. The servers 
 rounds of both (A B B A …), each started anew and warmed up with short answers. Models: tiny-k2's shape, with
 experts expanded to bf16 for transformers; dense, the Qwen3-0.6B shape with --layers of its 28 layers.
 
-transformers needs `pip install "transformers[serving]"`. Its flags are tried with one answer a stream; the
-fastest runs: --their-flags='--continuous-batching | --continuous-batching --cb-block-size 32'. Without continuous batching its answers come one after the other.
+transformers needs `pip install "transformers[serving]"`. Its flags are tried with one answer a stream, the
+fastest runs: --their-flags='--continuous-batching | …'. Without it answers come one after the other.
 """
 
 from tempfile import TemporaryDirectory

@@ -118,7 +118,7 @@ class Nvfp4(Scaled):
         return scales / whole if self.names.divides else scales * whole
 
     def number(self, largest: Tensor) -> Tensor:
-        """The number of a matrix, float32, from its largest |w|; of several that share it, from all of them."""
+        """The number of a matrix, float32, from its largest |w|; if several share it, from all of them."""
         import torch
 
         if not self.names.divides:

@@ -1,3 +1,4 @@
+# ruff: noqa: E402, SIM118, RUF012
 """vLLM's own configuration, model classes, weight loading and LoRA manager on folders, without a card or kernels.
 
     python by_vllm.py TASK.json OUT.json    in the environment of test_vllm.py

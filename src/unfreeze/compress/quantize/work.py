@@ -18,8 +18,8 @@ from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 from unfreeze.checkpoint.resolve import resolve
 from unfreeze.compress.deltas import NoChanges
 from unfreeze.compress.merge import OutFile
-from unfreeze.compress.quantize.fused import OneNumber
 from unfreeze.compress.quantize.formats import FORMATS, LEFT, MODULES, Packing, Round, nearest
+from unfreeze.compress.quantize.fused import OneNumber
 from unfreeze.compress.released import config_of
 from unfreeze.compress.work import MergeWork, Weight
 from unfreeze.core.dtypes import ITEMSIZE
