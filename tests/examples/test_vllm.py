@@ -152,10 +152,10 @@ def test_matrices_that_it_fuses_have_one_number(folders, tmp_path):
                 assert two not in numbers or numbers[one] == numbers[two], one
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_an_adapter_reaches_the_layers(name, folders, by_vllm, tmp_path):
+def test_an_adapter_reaches_the_layers(folders, by_vllm, tmp_path):
+    """Of a dense model; adapters of mixtures need its kernels to be loaded: tests/adapters/test_readers.py."""
+    name = "llama"
     from unfreeze.adapters import load_adapter, save_adapter
-    from unfreeze.adapters.layouts import dropped
     from unfreeze.adapters.readers import VLLM
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.generate.open import open_model
@@ -178,4 +178,3 @@ def test_an_adapter_reaches_the_layers(name, folders, by_vllm, tmp_path):
     ]
     assert good["adapter"]["squares"] == pytest.approx([own[0], own[1] * scale**2], rel=1e-2)  # in bf16
     assert "error" in bad or bad["adapter"]["aside"]  # control arm
-    assert bool(dropped(model, VLLM)) == (name == "deepseek_v3")
