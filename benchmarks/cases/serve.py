@@ -6,8 +6,8 @@ longest; no token ends an answer, and each side's usage is counted. The servers 
 rounds of both (A B B A …), each started anew and warmed up with short answers. Models: tiny-k2's shape, with
 experts expanded to bf16 for transformers; dense, the Qwen3-0.6B shape with --layers of its 28 layers.
 
-transformers needs `pip install "transformers[serving]"`. --their-flags are each tried with one answer a
-stream; the fastest runs. Without continuous batching its answers come one after the other.
+transformers needs `pip install "transformers[serving]"`. Its flags are tried with one answer a stream, the
+fastest runs: --their-flags='--continuous-batching | …'. Without it answers come one after the other.
 """
 
 from tempfile import TemporaryDirectory
@@ -34,10 +34,11 @@ class Config(OnCheckpoint):
     longest: int = Field(default=96, ge=3, description="tokens of the longest answer; the shortest: a third")
     layers: int = Field(default=28, ge=1, le=28, description="layers of the dense model")
     rounds: int = Field(default=3, ge=1, description="timed rounds of each side; the median counts")
-    their_flags: tuple[str, ...] = Field(default=WAYS, min_length=1, description="of transformers serve")
+    their_flags: str = Field(default=" | ".join(WAYS), description="of transformers serve; | between ways")
 
 
 def rows(config: Config, run: Run):
+    ways = tuple(way.strip() for way in config.their_flags.split("|"))
     with TemporaryDirectory(prefix="unfreeze-bench-") as temporary:
         for name in config.models:
             folders, best, tried = checkpoint(config.checkpoint or temporary, name, config.layers), "", {}
@@ -46,7 +47,7 @@ def rows(config: Config, run: Run):
                     streams * config.requests, config.prompt, config.longest, streams, folders[OURS]
                 )
                 if not tried:
-                    best, tried = fastest(folders[THEIRS], config.their_flags, load, config.threads, run.say)
+                    best, tried = fastest(folders[THEIRS], ways, load, config.threads, run.say)
                 ours = Server(OURS, folders[OURS], (), config.threads)
                 theirs = Server(THEIRS, folders[THEIRS], best.split(), config.threads)
                 take_turns((ours, theirs), load, config.rounds, run.say)

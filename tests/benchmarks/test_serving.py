@@ -59,3 +59,11 @@ def test_lengths_spread_three_to_one(tmp_path):
     }
     assert torch.equal(Int4(group_size=32).dequantize(parts).bfloat16(), plain[f"{name}.weight"])
     assert torch.equal(packed["lm_head.weight"], plain["lm_head.weight"])
+
+
+def test_flags_of_transformers_serve_can_be_typed():
+    from benchmarks.cases.serve import Config
+    from unfreeze.config.parse import parse
+
+    typed = ["--their-flags=--continuous-batching --x 1 | "]
+    assert parse(Config, typed, command="dev bench serve", description="").their_flags == typed[0][14:]

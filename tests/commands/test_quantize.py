@@ -71,8 +71,9 @@ def test_it_says_sizes_movement_what_stayed_and_the_next_command(folders, tmp_pa
     [
         ("llama", "nvfp4", "transformers 5.23 loads it with compressed-tensors."),
         ("moe", "nvfp4", "transformers 5.23 has no loader for NVFP4 experts"),
-        ("llama", "nf4", "transformers 5.23 loads it with bitsandbytes."),
-        ("moe", "nf4", "transformers 5.23 has no loader for NF4 experts"),
+        ("llama", "nf4", "transformers 5.23 loads it with bitsandbytes; vLLM 0.33 does not."),
+        ("moe", "nf4", "transformers 5.23 and vLLM 0.33 have no loader for NF4 experts"),
+        ("moe", "fp8", "vLLM 0.33 refuses such FP8 experts."),
         ("moe", "mxfp4", "transformers 5.23 loads it with compressed-tensors."),
     ],
 )

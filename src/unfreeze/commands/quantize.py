@@ -112,6 +112,12 @@ def quantize(config: Config, common: Common) -> dict[str, Any]:
         raise ConfigError(
             f"--method {config.method} needs rows to choose its scales on", next="add --calibrate FILE"
         )
+    if config.method != "gptq" and config.to == "nvfp4":
+        raise ConfigError(
+            f"--method {config.method} is not built for nvfp4: q, k and v, gate and up share a number there,"
+            " which the search of scales does not know",
+            next="--method gptq",
+        )
     manifest, out = open_checkpoint(config.model, progress=say(common)), Path(config.out)
     if out.resolve() == manifest.path.resolve():
         raise ConfigError(f"out = {out} is the model's own folder", next="give another folder")
@@ -231,6 +237,8 @@ def reader(to: str, work: MergeWork) -> str:
     experts = any(weight.group == "experts" for weight in work.weights if weight.to is not None)
     if kind == "gpt_oss" and to == "mxfp4":
         return "transformers 5.23 and servers load it as they load gpt-oss's own release."
+    if to == "fp8" and experts:
+        return "transformers 5.23 loads it with compressed-tensors; vLLM 0.33 refuses such FP8 experts."
     if to in ("int4", "int8", "fp8", "mxfp4") or (to == "nvfp4" and not experts):
         return "transformers 5.23 loads it with compressed-tensors."
     if to == "nvfp4":
@@ -239,8 +247,8 @@ def reader(to: str, work: MergeWork) -> str:
             " nonsense. unfreeze loads it."
         )
     if experts:
-        return "transformers 5.23 has no loader for NF4 experts. unfreeze loads it."
-    return "transformers 5.23 loads it with bitsandbytes."
+        return "transformers 5.23 and vLLM 0.33 have no loader for NF4 experts. unfreeze loads it."
+    return "transformers 5.23 loads it with bitsandbytes; vLLM 0.33 does not."
 
 
 def write_card(config: Config, work: MergeWork, record: Record, result: dict[str, Any]) -> None:

@@ -160,6 +160,7 @@ def measured(rows: Rows, work: MergeWork, out: Path) -> dict[str, Any]:
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.compress.calibrate.calibration import matrices_of, rounded_states
     from unfreeze.compress.calibrate.layers import Layers, hidden_states
+    from unfreeze.compress.quantize.fused import OneNumber
     from unfreeze.evaluate.divergence import divergence
 
     batches, base = rows.measured_on, Layers(work.manifest)
@@ -173,7 +174,8 @@ def measured(rows: Rows, work: MergeWork, out: Path) -> dict[str, Any]:
     result = against(hidden_states(written, batches), written.model)
     nearest = None
     if rows.corrected_on:
-        nearest = against(*rounded_states(work.manifest, list(matrices_of(work)), batches))
+        round = OneNumber(work).round
+        nearest = against(*rounded_states(work.manifest, list(matrices_of(work)), batches, round))
     return {
         "source": rows.source,
         "tokens": result.tokens,

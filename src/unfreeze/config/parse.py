@@ -322,8 +322,15 @@ def _every(config: type[BaseModel]) -> dict[str, Known]:
 def _wrong_flag(config: type[BaseModel], arguments: Sequence[str]) -> str:
     """Message about the first flag with missing or invalid values; "" if all are valid."""
     known = {_as_flag(word): field.info for word, field in _every(config).items()}
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    at = [i for i, word in enumerate(words) if word.startswith("--")]
+    words: list[str] = []
+    at: list[int] = []
+    for word in arguments:
+        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if flag:
+            at.append(len(words))
+            words.append(flag)
+        if equals or not flag:  # what follows = may begin with -- itself
+            words.append(value)
     for start, end in itertools.pairwise([*at, len(words)]):
         info = known.get(words[start].replace("_", "-"))
         if info is not None and (message := wrong_flag(words[start], words[start + 1 : end], info)):

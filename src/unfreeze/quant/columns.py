@@ -234,10 +234,13 @@ def _nearest_code(steps: Tensor, numbers: Tensor) -> Tensor:
     return order[torch.bucketize(steps, (ascending[1:] + ascending[:-1]) / 2)].to(torch.uint8)
 
 
-def columns_of(codec: Codec, weight_OI: Tensor) -> Columns | None:
+def columns_of(
+    codec: Codec, weight_OI: Tensor, nearest: Mapping[str, Tensor] | None = None
+) -> Columns | None:
     """The columns of a matrix in this format; None if its codes cannot be chosen column by column.
 
-    That is so for zero points and act-order, and for NF4 if a row is no whole number of blocks.
+    That is so for zero points and act-order, and for NF4 if a row is no whole number of blocks. nearest: the
+    matrix's parts rounded to the nearest, from which NVFP4 takes its number.
     """
     columns = weight_OI.shape[1]
     if isinstance(codec, Int4):
@@ -252,7 +255,7 @@ def columns_of(codec: Codec, weight_OI: Tensor) -> Columns | None:
         return _Mxfp4(codec, codec.group, {})
     if isinstance(codec, Nvfp4):
         number = codec.suffixes[2]
-        return _Nvfp4(codec, codec.group, {number: codec.quantize(weight_OI.float())[number]})
+        return _Nvfp4(codec, codec.group, {number: (nearest or codec.quantize(weight_OI.float()))[number]})
     if isinstance(codec, Bits4) and columns % codec.block == 0:
         return _Bits4(codec, codec.block, codec.quantize(weight_OI.float()))
     return None

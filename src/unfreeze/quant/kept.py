@@ -51,7 +51,8 @@ def refitted(codec: Codec, weight: Tensor, stored: Parts | None = None) -> dict[
     """`codec.quantize` of float32 W, with every part in its dtype in `stored`.
 
     If the cast rounds a scale, it is no longer the one that the codes were computed with. Then the codes are
-    computed again; or, if that is not implemented, W is rounded to the scales' dtype first.
+    computed again; or, if that is not implemented, W is rounded to the scales' dtype first. NVFP4 keeps the
+    number of the matrix in `stored`, which others share, while it serves W.
     """
     import torch
 
@@ -64,13 +65,21 @@ def refitted(codec: Codec, weight: Tensor, stored: Parts | None = None) -> dict[
         return codec.refit(weight, stored)
     dtype = stored[codec.suffixes[1]].dtype
     half = dtype in (torch.bfloat16, torch.float16) and not can_keep(codec)
-    fresh = codec.quantize(weight.to(dtype) if half else weight)
+    fresh = _anew(codec, weight.to(dtype) if half else weight, stored)
     cast = {suffix: part.to(stored[suffix].dtype) for suffix, part in fresh.items()}
     rounded = any(
         part.dtype != cast[suffix].dtype and bool((cast[suffix].to(part.dtype) != part).any())
         for suffix, part in fresh.items()
     )
     return ONTO[type(codec)](codec, weight, cast)[0] if rounded and can_keep(codec) else cast
+
+
+def _anew(codec: Codec, weight: Tensor, stored: Parts) -> dict[str, Tensor]:
+    if isinstance(codec, Nvfp4):
+        whole = stored[codec.names.whole]
+        if whole.numel() and codec.keeps(weight, whole):
+            return codec.quantize(weight, whole)
+    return codec.quantize(weight)
 
 
 def kept(codec: Codec, weight: Tensor, parts: Parts, fresh: Parts) -> tuple[dict[str, Tensor], int]:

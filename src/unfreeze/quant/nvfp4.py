@@ -13,6 +13,10 @@ holds two, the lower half first, along the input dim. A weight takes 9 / 16 byte
 also have scales of activations (input_global_scale, input_scale), which are not used: a server rounds
 activations with them, training here does not.
 
+Servers multiply q, k and v, and gate and up, in one product with one number: vLLM and SGLang take the largest
+of a compressed-tensors file, of experts gate's. So such matrices have one number together (FUSED), as
+llm-compressor writes them.
+
 Source: compressed-tensors' NVFP4PackedCompressor and modelopt's NVFP4QTensor; bit-identical to both in
 tests/quant/test_nvfp4.py.
 
@@ -22,6 +26,7 @@ separate numbers (quant/halves.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -52,6 +57,15 @@ class Nvfp4Names(NamedTuple):
 PACKED = Nvfp4Names("nvfp4-pack-quantized", "weight_packed", "weight_global_scale", (1,), divides=True)
 MODELOPT = Nvfp4Names("nvfp4", "weight", "weight_scale_2", (), divides=False)
 SCALE = "weight_scale"
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
+"""Linear layers that a server fuses. Source: packed_modules_mapping of the models of vLLM 0.33.0."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +117,28 @@ class Nvfp4(Scaled):
         """The factor of a code: float32 [..., out, G]."""
         return scales / whole if self.names.divides else scales * whole
 
-    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+    def number(self, largest: Tensor) -> Tensor:
+        """The number of a matrix, float32, from its largest |w|; if several share it, from all of them."""
+        import torch
+
+        if not self.names.divides:
+            return largest.float() / (MAX_CODE * MAX_E4M3)
+        least = torch.finfo(largest.dtype).tiny
+        return (MAX_E4M3 * MAX_CODE / largest.clamp(min=least)).nan_to_num(1.0, 1.0, 1.0).float()
+
+    def keeps(self, weight: Tensor, whole: Tensor) -> bool:
+        """True if a number made for another matrix serves this one: the largest |w| is at most half a step
+        above its largest value, and has no scale below 1 (of at most 448), where e4m3 gets coarse."""
+        import torch
+
+        one = float(self.effective(torch.ones(()), whole.reshape(())))
+        scale = float(weight.detach().abs().max()) / (MAX_CODE * one) if one else math.inf
+        return 1 <= scale <= MAX_E4M3 * (MAX_CODE + 1) / MAX_CODE
+
+    def quantize(self, weight: Tensor, whole: Tensor | None = None) -> dict[str, Tensor]:
         """The matrix's number from its largest weight, a scale from each group's, the nearest codes.
+
+        whole: the number to use instead, float32 of one element.
 
         PACKED: number = 448 * 6 / absmax, scale = e4m3(number * (absmax of 16 / 6)), 0.125 for a group of
         zeros. MODELOPT: number = absmax / (6 * 448), scale = e4m3(absmax of 16 / (6 * number)), 1 for a group
@@ -120,13 +154,11 @@ class Nvfp4(Scaled):
         grouped = weight.reshape(*weight.shape[:-1], self.groups(weight.shape[-1]), GROUP)
         absmax = grouped.abs().amax(dim=-1)
         largest = absmax.amax(dim=(-2, -1), keepdim=True)
+        whole = self.number(largest) if whole is None else whole.float().reshape(*lead, 1, 1)
         if self.names.divides:
-            least = torch.finfo(weight.dtype).tiny
-            whole = (MAX_E4M3 * MAX_CODE / largest.clamp(min=least)).nan_to_num(1.0, 1.0, 1.0).float()
             scales = (whole * (absmax / MAX_CODE)).clamp(max=MAX_E4M3).to(torch.float8_e4m3fn)
             scales = torch.where(scales.float() == 0, EMPTY, scales.float()).to(torch.float8_e4m3fn)
         else:
-            whole = largest.float() / (MAX_CODE * MAX_E4M3)
             scales = absmax.float() / (MAX_CODE * whole)
             scales = torch.where(scales.nan_to_num(0.0) == 0, 1.0, scales)
             scales = scales.clamp(LEAST_SCALE, MAX_E4M3).to(torch.float8_e4m3fn)

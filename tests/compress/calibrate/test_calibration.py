@@ -185,7 +185,7 @@ def test_what_is_written_is_closer_to_the_original_than_the_nearest(base, bases,
     original, written = (
         hidden(open_model(each), held) for each in (manifest, open_checkpoint(tmp_path / "out"))
     )
-    plain = torch.cat(rounded_states(manifest, own.matrices, held).states)
+    plain = torch.cat(rounded_states(manifest, own.matrices, held, nearest).states)
     assert (written - original).norm() < 0.95 * (plain - original).norm()
     assert sum(tally.matrices for tally in own.tallies.values()) == len(own.matrices)
     assert all(tally.few == tally.other == 0 for tally in own.tallies.values())
@@ -200,7 +200,7 @@ def test_rounding_every_matrix_to_the_nearest_is_what_the_command_writes(bases, 
     run_quantize(bases["moe"], tmp_path / "out", "nf4", ("all-linear", "lm_head"))
     manifest, held = open_checkpoint(bases["moe"]), rows(9, 10)
     matrices = list(module.matrices_of(quantize_work(manifest, "nf4", ("all-linear", "lm_head"))))
-    states, model = rounded_states(manifest, matrices, held)
+    states, model = rounded_states(manifest, matrices, held, nearest)
     written = open_model(open_checkpoint(tmp_path / "out"))
     assert torch.allclose(torch.cat(states), hidden(written, held), atol=1e-5)
     x_TD = states[0]

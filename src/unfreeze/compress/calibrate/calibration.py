@@ -42,7 +42,8 @@ from unfreeze.compress.calibrate.matrices import (
     place_of,
 )
 from unfreeze.compress.calibrate.walk import Method, Walk, carried
-from unfreeze.compress.quantize.formats import nearest
+from unfreeze.compress.quantize.formats import Round
+from unfreeze.compress.quantize.fused import OneNumber
 from unfreeze.compress.work import MergeWork
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DataError
@@ -88,11 +89,13 @@ class Calibration:
     record: shards.Record = field(init=False)
     matrices: list[Matrix] = field(init=False)
     files: list[LayerFile] = field(init=False)
+    _nearest: Round = field(init=False)
     _stored: dict[str, dict[str, TensorInfo]] = field(init=False, default_factory=dict)
     _changes: dict[str, tuple[Kind, str]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise DataError for too few rows, ConfigError for a folder with another calibration."""
+        self._nearest = OneNumber(self.work).round
         self.matrices = list(matrices_of(self.work))
         check_rows(self.matrices, self.work.model, self.batches, self.method)
         by_layer: dict[int, list[Matrix]] = {}
@@ -122,6 +125,7 @@ class Calibration:
                 files,
                 self.folder,
                 self.method,
+                self._nearest,
                 self._disk,
                 self.record.shards.__getitem__,
             )
@@ -143,7 +147,7 @@ class Calibration:
         """The corrected parts of a matrix (quantize/formats.py, Round); the nearest of one without any."""
         stored = self._layers_files.get(name)
         if stored is None:
-            return nearest(weight, codec, name)
+            return self._nearest(weight, codec, name)
         return {name: stored_tensor(info) for name, info in stored.items() if name not in (COLUMNS, ROWS)}
 
     def unscaled(self, weight: Tensor, name: str) -> Tensor:
@@ -206,8 +210,10 @@ class Calibration:
 
 
 @torch.no_grad()
-def rounded_states(manifest: Manifest, chosen: Sequence[Matrix], batches: Sequence[Batch]) -> Rounded:
-    """The states that the head would read if every matrix were rounded to the nearest; no file is written."""
+def rounded_states(
+    manifest: Manifest, chosen: Sequence[Matrix], batches: Sequence[Batch], nearest: Round
+) -> Rounded:
+    """The states that the head would read if `nearest` rounded every matrix; no file is written."""
     layers, by_layer = Layers(manifest), dict[int | None, list[Matrix]]()
     for matrix in chosen:
         by_layer.setdefault(Layers.layer_of(matrix.place.site), []).append(matrix)

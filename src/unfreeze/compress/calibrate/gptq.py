@@ -136,7 +136,7 @@ def correct(
     nearest: its parts rounded to the nearest, which are the result if their error on these inputs is smaller.
     None if the format's codes cannot be chosen column by column.
     """
-    columns = columns_of(codec, weight_OI)
+    columns = columns_of(codec, weight_OI, nearest)
     if columns is None:
         return None
     parts = columns.parts(*rounded_in_order(weight_OI, U_II, columns))

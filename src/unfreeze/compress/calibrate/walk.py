@@ -32,7 +32,7 @@ from unfreeze.compress.calibrate.matrices import (
     parts_in,
     place_of,
 )
-from unfreeze.compress.quantize.formats import nearest
+from unfreeze.compress.quantize.formats import Round
 from unfreeze.core.batch import Batch
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.groups import group_of
@@ -57,10 +57,11 @@ class Walk:
         files: Sequence[LayerFile],
         folder: Path,
         method: Method,
+        nearest: Round,
         stored: Callable[[str], TensorInfo | None],
         entries: Callable[[str], Mapping[str, Any]],
     ):
-        self.layers, self.folder, self.method = layers, folder, method
+        self.layers, self.folder, self.method, self.nearest = layers, folder, method, nearest
         self.stored, self.entries = stored, entries
         self.files = {file.index: file for file in files}
         self.last = max(self.files)
@@ -204,7 +205,7 @@ class Walk:
         """Round one matrix, write its parts, and put the rounded weight into the layer."""
         weight, name = place_of(self.layers.model, matrix), matrix.name
         W_OI = scaling.scaled(weight.float(), name).contiguous()
-        parts = nearest(W_OI, matrix.codec, name)
+        parts = self.nearest(W_OI, matrix.codec, name)
         scaled = not scaling.is_one(name)
         tally.scaled += scaled
         if self.method == "awq":

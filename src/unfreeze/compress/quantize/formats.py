@@ -65,14 +65,18 @@ class Scales(Protocol):
         ...
 
 
-def nearest(weight: Tensor, codec: Codec, name: str) -> dict[str, Tensor]:
+def nearest(weight: Tensor, codec: Codec, name: str, whole: Tensor | None = None) -> dict[str, Tensor]:
     """Round to nearest: the codec's own scales, in their dtype on disk, and for each weight the nearest code.
+
+    whole: the number of an NVFP4 matrix that shares it with others (fused.py); None: its own.
 
     Computed in float32, some rows at a time where rows are independent. Where a scale is rounded to its
     dtype, the codes are those of the rounded scale. Raises CheckpointError for a weight that is not finite,
     ConfigError for a shape that the format lacks.
     """
     finite(weight)
+    if isinstance(codec, Nvfp4) and whole is not None:
+        return codec.quantize(weight, whole)
     parts = codec.parts(*weight.shape)
     step = rows_at_once(codec, *weight.shape)
     blocks = [_nearest(rows, codec, parts) for rows in weight.split(step)]

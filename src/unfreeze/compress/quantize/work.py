@@ -19,6 +19,7 @@ from unfreeze.checkpoint.resolve import resolve
 from unfreeze.compress.deltas import NoChanges
 from unfreeze.compress.merge import OutFile
 from unfreeze.compress.quantize.formats import FORMATS, LEFT, MODULES, Packing, Round, Scales, nearest
+from unfreeze.compress.quantize.fused import OneNumber
 from unfreeze.compress.released import config_of
 from unfreeze.compress.work import MergeWork, Weight
 from unfreeze.core.dtypes import ITEMSIZE
@@ -27,6 +28,7 @@ from unfreeze.models.shape import Shape
 from unfreeze.parallel.placement.place import check_coverage
 from unfreeze.quant.codec import parts_nbytes
 from unfreeze.quant.formats import recognise
+from unfreeze.quant.nvfp4 import Nvfp4
 from unfreeze.quant.scheme import Scheme
 from unfreeze.untrusted.json_object import parse_object
 
@@ -81,6 +83,8 @@ def quantize_work(
     modules = modules_of(shape, modules)
     model = models.meta_model(shape, manifest, torch.float32)
     work = MergeWork(manifest, model, NoChanges(), Packing(FORMATS[to], modules, round, scales))
+    if isinstance(FORMATS[to], Nvfp4) and round is nearest:
+        work.packing = Packing(FORMATS[to], modules, OneNumber(work).round)
     chosen = [weight for weight in work.weights if work.chosen(weight)]
     for weight in chosen:
         if weight.to is None:
