@@ -133,7 +133,7 @@ class Search:
             (name, kind) for name, kind, _ in parameters_of(self.model, fold, torch.ones(width))
         ]
         own = [matrix for name, kind in changes if kind == "columns" for matrix in self._of.get(name, ())]
-        kept = [(name, kind) for name, kind in changes if name not in self._of]
+        kept = [change for change in changes if change[0] not in self._of]
         if not own or not all(self._holds(name) for name, _ in kept):
             return
         own.sort(key=lambda matrix: matrix.place.expert)  # gate and up of an expert have one H
