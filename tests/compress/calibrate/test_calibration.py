@@ -285,7 +285,7 @@ base, out = map(Path, sys.argv[2:4])
 folder = out.with_name(out.name + ".calibration")
 
 def progress(done, total):  # in the middle of the second layer
-    if list(folder.glob("*.safetensors")):
+    if list(folder.glob("*.safetensors")) and list(folder.glob(".*.unfinished-*")):
         os.kill(os.getpid(), signal.SIGKILL)
 
 run_calibrated(base, out, rows(0, 40), progress=progress, method=sys.argv[4])
