@@ -129,13 +129,15 @@ class Search:
     def _between(self, fold: Fold) -> None:
         """The scales between a norm or a linear layer and what reads it."""
         width = width_of(self.model.get_submodule(fold.readers[0]))
-        changes = [(name, kind) for name, kind, _ in parameters_of(self.model, fold, torch.ones(width))]
+        changes: list[tuple[str, Kind]] = [
+            (name, kind) for name, kind, _ in parameters_of(self.model, fold, torch.ones(width))
+        ]
         own = [matrix for name, kind in changes if kind == "columns" for matrix in self._of.get(name, ())]
-        kept = [(name, kind) for name, kind in changes if name not in self._of]
+        kept = [change for change in changes if change[0] not in self._of]
         if not own or not all(self._holds(name) for name, _ in kept):
             return
         own.sort(key=lambda matrix: matrix.place.expert)  # gate and up of an expert have one H
-        gain = next(((name, kind) for name, kind in kept if kind.startswith("gain")), None)
+        gain = next((change for change in kept if change[1].startswith("gain")), None)
         exact = any(not kind.startswith("gain") for _, kind in kept)
         if exact and gain is not None and gain[1] == "gain + 1":  # its rounding would reach the others
             return

@@ -178,8 +178,9 @@ class Calibration:
         shape = self.work.model.get_parameter(parameter).shape
         source = tensor_sources(parameter, shape, self.work.rules, disk)[0]
         info = disk.get(source.name)
-        alone = not source.index and not source.transposed and info is not None
-        return info if alone and info.shape == tuple(shape) else None
+        if info is None or source.index or source.transposed or info.shape != tuple(shape):
+            return None
+        return info
 
     @property
     def tallies(self) -> dict[str, Tally]:
