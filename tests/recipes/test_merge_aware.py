@@ -237,6 +237,8 @@ def test_two_processes_equal_one(split, rows, held_rows, tmp_path):
         events = map(json.loads, (tmp_path / name / "events.jsonl").read_text().splitlines())
         return [event["loss"] for event in events if event["kind"] in ("train", "eval")]
 
-    # With a split a token's experts are summed in another order: 2^-24 each, of some hundred sums. A code at a
-    # boundary may be the next one then, one of 10^6 weights. Measured: 0 alone, 7e-7 with a split
-    assert losses("two") == pytest.approx(losses("one"), rel=1e-5)
+    one, two = losses("one"), losses("two")
+    assert two[:-1] == pytest.approx(one[:-1], rel=1e-6 if split == "1" else 1e-5)
+    # With a split a token's experts are summed in another order. After three steps of Adam that is enough for a
+    # code at a boundary to be the next one: measured 7e-5 of the last loss
+    assert two[-1] == pytest.approx(one[-1], rel=1e-6 if split == "1" else 2e-4)
