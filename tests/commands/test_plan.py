@@ -1,5 +1,6 @@
 """unfreeze plan: a config.json alone is enough, flags win over a run's file, refusals say what fits."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.process import PROCESS
 from unfreeze.kernels import cards
+from unfreeze.kernels.attention import workspace
 
 TINY_K2 = Path(plan.__file__).resolve().parents[1] / "assets" / "tiny-k2"
 LLAMA = {
@@ -49,6 +51,13 @@ QWEN = {
     "tie_word_embeddings": False,
 }
 """Qwen3-30B-A3B's published sizes."""
+
+
+@pytest.fixture(autouse=True)
+def kernels_once(monkeypatch):
+    """Hundreds of layouts of a search ask which attention runs: a third of its time, and here always the same."""
+    asked = functools.cache(lambda device, *kind, find=workspace.by_record: find(workspace.OP, device, *kind))
+    monkeypatch.setattr(workspace, "by_record", lambda op, *kind: asked(*kind))
 
 
 @pytest.fixture
