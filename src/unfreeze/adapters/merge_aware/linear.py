@@ -16,12 +16,12 @@ from unfreeze.adapters.merge_aware.codes import FEW, Kept
 from unfreeze.adapters.merge_aware.matrix import Lengths, Rounding, product, rounded, rounded_codes
 from unfreeze.kernels.expand import expand
 from unfreeze.kernels.recompute import Reuse, compute_now
-from unfreeze.models.blocks.linear import KeptAdapter, Linear
+from unfreeze.models.blocks.linear import KeptAdapter, Linear, WithMatrix
 from unfreeze.models.blocks.saved import Skip
 from unfreeze.quant.codec import Packed
 
 
-class RoundedLowRank(LowRank, KeptAdapter):
+class RoundedLowRank(LowRank, KeptAdapter, WithMatrix):
     """The factors of a LowRank, the same parameters, for a layer that is trained as it will be merged."""
 
     def __init__(self, adapter: LowRank, rounding: Rounding):
