@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from unfreeze.commands import plan
+from unfreeze.commands.opened import Opened
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.process import PROCESS
@@ -53,9 +54,27 @@ QWEN = {
 """Qwen3-30B-A3B's published sizes."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def packed_once():
+    """A refusal packs 18,867 tensors of a config.json, to say what fits then: 3 s, and here once for each config."""
+    known, make = {}, Opened.packed
+
+    def packed(self, to, modules):
+        if self.start.tensors or self.second or self.answers:
+            return make(self, to, modules)
+        key = json.dumps(self.start.config, sort_keys=True), to, modules
+        if key not in known:
+            known[key] = make(self, to, modules)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Opened, "packed", packed)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def kernels_once(monkeypatch):
-    """Hundreds of layouts of a search ask which attention runs: a third of its time, and here always the same."""
+    """Hundreds of layouts of a search ask which attention runs: a third of its time on a CPU, and always the same."""
     asked = functools.cache(lambda device, *kind, find=workspace.by_record: find(workspace.OP, device, *kind))
     monkeypatch.setattr(workspace, "by_record", lambda op, *kind: asked(*kind))
 
