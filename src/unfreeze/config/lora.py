@@ -127,7 +127,7 @@ class LoraConfig(BaseModel):
     @model_validator(mode="after")
     def _one_kind(self) -> LoraConfig:
         """Merge-aware training computes with W + ΔW of ordinary factors; its settings need it."""
-        idle = {"from": self.merge_aware_from > 0, "scales": self.merge_aware_scales != "refit"}
+        idle = {"from": self.merge_aware_from > 0, "scales": self.merge_aware_scales is not None}
         if not self.merge_aware and any(idle.values()):
             field = "merge_aware_" + next(name for name, is_set in idle.items() if is_set)
             raise ValueError(f"{field} has no effect without merge_aware: give it too, such as int4")
