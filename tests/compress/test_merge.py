@@ -520,7 +520,7 @@ import conftest
 base, adapter, out = map(Path, sys.argv[2:])
 
 def progress(done, total):  # in the middle of the second file
-    if list(out.glob("*.safetensors")):
+    if list(out.glob("*.safetensors")) and list(out.glob(".*.unfinished-*")):
         os.kill(os.getpid(), signal.SIGKILL)
 
 conftest.run_merge(base, adapter, out, progress=progress)
