@@ -44,16 +44,16 @@ def row_blocks(
 ) -> Iterator[tuple[int, int, Mapping[str, Tensor]]]:
     """(first row, last, their parts), of some 2^19 weights; all rows if one scale covers all."""
     rows, columns = shape
-    if not by_rows(codec) or not isinstance(codec, (Int4, ByRows)):  # a protocol takes 10 µs to check: last
-        yield 0, rows, stored
-        return
     step = rows_at_once(codec, rows, columns)
-    for first in range(0, rows, step):
-        last = min(first + step, rows)
-        if isinstance(codec, Int4):  # every part has a row for each row of W
+    blocks = [(first, min(first + step, rows)) for first in range(0, rows, step)]
+    if isinstance(codec, Int4):  # every part has a row for each row of W
+        for first, last in blocks:
             yield first, last, {suffix: part[first:last] for suffix, part in stored.items()}
-        else:
+    elif by_rows(codec) and isinstance(codec, ByRows):
+        for first, last in blocks:
             yield first, last, codec.rows(stored, first, last)
+    else:
+        yield 0, rows, stored
 
 
 def below(blocks: Sequence[Tensor]) -> Tensor:

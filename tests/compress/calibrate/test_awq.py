@@ -18,7 +18,7 @@ from unfreeze.compress.calibrate import awq
 from unfreeze.compress.calibrate.calibration import rounded_states
 from unfreeze.compress.calibrate.gptq import Hessian
 from unfreeze.compress.calibrate.layers import Layers, hidden_states
-from unfreeze.compress.quantize.formats import FORMATS
+from unfreeze.compress.quantize.formats import FORMATS, nearest
 from unfreeze.core.errors import DataError
 
 SHARED = {"shared_expert_intermediate_size": 32}
@@ -106,7 +106,7 @@ def test_a_folder_with_scales_computes_what_its_base_does(name, modules, large, 
     base, held = open_checkpoint(large[name]), rows(9, 4)
     original = torch.cat(hidden_states(Layers(base), held))
     after = torch.cat(hidden_states(Layers(open_checkpoint(tmp_path / "out")), held))
-    plain = torch.cat(rounded_states(base, own.matrices, held).states)
+    plain = torch.cat(rounded_states(base, own.matrices, held, nearest).states)
     bound = 2 * (plain - original).norm()  # rounding without scales; a row's range is wider with them
     assert (after - original).norm() < bound < 0.1 * original.norm()
     assert all(tally.scaled for tally in own.tallies.values())
@@ -153,7 +153,9 @@ def test_with_large_channels_it_is_closer_than_the_nearest(name, large, tmp_path
         own, _ = written(large[name], tmp_path / method, "int4", method)
         after = torch.cat(hidden_states(Layers(open_checkpoint(tmp_path / method)), held))
         off[method] = float((after - original).norm())
-    off["nearest"] = float((torch.cat(rounded_states(base, own.matrices, held).states) - original).norm())
+    off["nearest"] = float(
+        (torch.cat(rounded_states(base, own.matrices, held, nearest).states) - original).norm()
+    )
     assert off["awq"] < 0.95 * off["nearest"] and off["awq-gptq"] < off["awq"], off
     # the gain in front is in bf16: what it lost by rounding is in the scales of its readers
     scaled = calibration(large[name], tmp_path / "again", rows(0, 40), method="awq")

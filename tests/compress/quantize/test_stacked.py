@@ -58,6 +58,10 @@ def test_stacked_experts_are_written_one_by_one_as_quantizers_do(to, name, tmp_p
             key for key in packed if key.endswith(f"layers.1.{inside(name)}.experts.2.{projection}_proj")
         )
         wanted = compressed(to, matrix.detach().float())
+        if to == "nvfp4" and projection != "down":  # gate and up share a number: they are rounded as one
+            both = compressed(to, torch.cat([gate, up]).detach().float())
+            half = projection == "up"
+            wanted = {k: v if v.numel() == 1 else v.chunk(2)[half] for k, v in both.items()}
         assert all(torch.equal(packed[own][part], wanted[part]) for part in wanted if part != "weight_shape")
     save(tmp_path / "dense", dense(tensors, to), config)
     assert (ours(tmp_path / "out") - ours(tmp_path / "dense")).abs().max() < 1e-4
