@@ -198,11 +198,11 @@ class Search:
         assert info is not None
         before = self.model.get_parameter(name).detach().to(TORCH_DTYPE[info.dtype])
         after = changed(before, kind, s).float() + (kind == "gain + 1")
-        given = (before.float() + (kind == "gain + 1")) / after
-        whole = given.isfinite() & (given > 0)
+        applied = (before.float() + (kind == "gain + 1")) / after
+        whole = applied.isfinite() & (applied > 0)
         if exact:
-            whole &= given == s
-        return torch.where(whole, given, 1.0)
+            whole &= applied == s
+        return torch.where(whole, applied, 1.0)
 
     def _mean(self, own: list[Matrix]) -> tuple[Tensor, int]:
         """(m, number of tokens) of the tensor that these matrices read."""

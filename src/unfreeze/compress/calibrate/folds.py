@@ -84,18 +84,18 @@ def folds_of(layer: Layer, name: str, state: State) -> list[Fold]:
 def _candidates(layer: Layer, state: State) -> tuple[list[Fold], list[Fold], list[str]]:
     """(norms with what reads their output, pairs of linear layers, experts with scales inside)."""
     modules = {name: module for name, module in layer.named_modules() if name}
-    given: dict[int, tuple[Tensor, str]] = {}  # held, so that an id stays its own
+    outputs: dict[int, tuple[Tensor, str]] = {}  # held, so that an id stays its own
     readers: dict[str, dict[str, None]] = {}
 
     def gives(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(module: nn.Module, arguments: Any, y: Tensor) -> None:
-            given[id(y)] = y, name
+            outputs[id(y)] = y, name
 
         return hook
 
     def reads(name: str) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, arguments: Any) -> None:
-            if arguments and (known := given.get(id(arguments[0]))):
+            if arguments and (known := outputs.get(id(arguments[0]))):
                 readers.setdefault(known[1], {})[name] = None
 
         return hook

@@ -247,7 +247,7 @@ def carried(tensor: Tensor, kind: Kind, s_I: Tensor) -> Tensor:
 
 
 def suffixes(matrix: Matrix) -> list[str]:
-    """Of a matrix's parts in the layer's file, without its scales."""
+    """Names of a matrix's parts in the layer's file, without its scales."""
     return list(matrix.codec.parts(*matrix.shape))
 
 

@@ -125,7 +125,7 @@ def write_beside(
 
 
 def _unpacking(manifest: Manifest) -> tuple[str, str] | None:
-    """How transformers has to load the base for peft; None if nothing needs to be said."""
+    """The lines with which transformers loads the base for peft; None if nothing needs to be said."""
     scheme = None if manifest.on_load else manifest.scheme()
     if scheme is None:
         return None
