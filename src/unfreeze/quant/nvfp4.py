@@ -13,8 +13,8 @@ holds two, the lower half first, along the input dim. A weight takes 9 / 16 byte
 also have scales of activations (input_global_scale, input_scale), which are not used: a server rounds
 activations with them, training here does not.
 
-Servers multiply q, k and v, and gate and up, in one product with one number: vLLM and SGLang take the largest
-of a compressed-tensors file, of experts gate's. So such matrices have one number together (FUSED), as
+Servers multiply q, k and v, and gate and up, in one product with one number: vLLM takes the largest of a
+compressed-tensors file, of experts gate's. So such matrices have one number together (FUSED), as
 llm-compressor writes them.
 
 Source: compressed-tensors' NVFP4PackedCompressor and modelopt's NVFP4QTensor; bit-identical to both in
