@@ -102,7 +102,15 @@ def made_once():
     def compiled(self, source, *more, **options):
         if not isinstance(source, str):
             return of_source(self, source, *more, **options)
-        key = (type(self), self.trim_blocks, self.lstrip_blocks, source, more, *options.items())
+        key = (
+            type(self),
+            self.autoescape,
+            self.trim_blocks,
+            self.lstrip_blocks,
+            source,
+            more,
+            *options.items(),
+        )
         if key not in codes:
             codes[key] = of_source(self, source, *more, **options)
         return codes[key]

@@ -21,7 +21,8 @@ class Echo:
     """Stands for a model: it answers with the number of messages and the seed, and notes what it was sent."""
 
     def __init__(self):
-        self.sent, self.decoder = [], torch.nn.Module()
+        self.sent, self.decoder, self.manifest = [], torch.nn.Module(), None
+        self.decoder.while_looking = []
 
     def stream_chat_pieces(self, messages, *, seed, **settings):
         self.sent.append([message["content"] for message in messages])

@@ -269,7 +269,7 @@ def test_a_token_is_found_in_the_middle_of_a_word_of_llama_2s_tokenizer(prefix, 
     steps = [normalizers.Prepend("▁")] * prefix + [normalizers.Replace(" ", "▁")]
     bpe.normalizer = normalizers.Sequence(steps)
     trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=["<unk>"], show_progress=False)
-    bpe.train_from_iterator(["It is x<call>add 2 3</call>, a naive sum."] * 3, trainer)
+    bpe.train_from_iterator(["It is x < c a l > add 2 3 < / c >, a naive sum."] * 3, trainer)
     source = tmp_path / "base"
     transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>").save_pretrained(source)
     (source / "config.json").write_text("{}")

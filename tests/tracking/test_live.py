@@ -148,7 +148,7 @@ def test_the_time_left_is_of_what_came_in_some_seconds_not_of_the_first_byte():
             now[0] = float(second)
             progress(done, 60 * 10**9)
     first, *others = out.getvalue().splitlines()
-    assert first == "load  0.0 MB of 60.00 GB"
+    assert first == "load  0.0 kB of 60.00 GB"
     assert [line.partition("GB/s  ")[2] for line in others] == ["55 s left", "50 s left"]
 
 
