@@ -17,7 +17,9 @@ from tests.examples.test_vllm import MADE
 
 pytestmark = pytest.mark.others("sglang")
 READ = Path(__file__).parent / "readers" / "by_sglang.py"
-OF_RELEASES = {"deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid"}}  # transformers' config has not
+OF_RELEASES = {
+    "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid"}
+}  # transformers' config has not
 WAYS = {  # format -> of linear layers, of experts; None: refused
     "int4": ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE"),
     "int8": ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE"),
@@ -31,8 +33,6 @@ REFUSED = {  # an expert's format, or a linear layer's
     "mxfp4": "No compressed-tensors compatible scheme was found",
     "nf4": "does not support BitsAndBytes quantization yet",
 }
-MLA = "param.size"
-"""It joins all parts of q_a_proj and kv_a_proj_with_mqa by rows, also their shapes and numbers."""
 PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 NOT_STORED = ("g_idx", "g_idx_sort_indices")  # made after loading
 
@@ -102,7 +102,7 @@ def test_folders_are_read_whole_in_their_format_or_refused(folders, by_sglang, t
         dense = name == "llama"
         if (modules and linear is None) or (not dense and experts is None):
             assert REFUSED[to] in answer["error"], (out.name, answer)
-        elif name == "deepseek_v3" and modules:
+        elif name == "deepseek_v3" and modules:  # all of q_a_proj and kv_a_proj_with_mqa is joined by rows
             assert "loaded_weight.shape" in answer["error"], (out.name, answer)
         else:
             assert "error" not in answer, (out.name, answer)
@@ -113,6 +113,11 @@ def test_folders_are_read_whole_in_their_format_or_refused(folders, by_sglang, t
                 assert empty and all(".experts.w" in each for each in empty), out.name
                 continue
             assert empty == [], out.name
+            if to == "nf4":  # scales lie beside the parameters
+                weights = [value for key, value in tensors_of(folders[name]).items() if "_proj." in key]
+                own = sum(float(value.double().square().sum()) for value in weights)
+                assert answer["squares"] == pytest.approx(own, rel=0.02), out.name
+                continue
             before, after = answer["numbers"]
             assert 0 <= before - after <= 200, out.name  # weight_shape of fused matrices: two numbers each
 
@@ -130,16 +135,31 @@ def test_what_is_wrong_is_seen(folders, by_sglang, tmp_path):
         own["ignore"] = [name for name in own["ignore"] if "gate_up_proj" not in name]
         return table
 
-    other, unlisted, nothing = by_sglang(
+    def flat(tensors):
+        name = next(key for key in sorted(tensors) if key.endswith("down_proj.weight.absmax"))
+        return tensors | {name: tensors[name] * 0}
+
+    def as_gpt_oss(tensors):
+        return {key.replace("weight_packed", "weight"): value for key, value in tensors.items()}
+
+    run_quantize(folders["llama"], tmp_path / "nf4", "nf4", ("all-linear",))
+    run_quantize(folders["qwen3_moe"], tmp_path / "mxfp4", "mxfp4", ())
+    other, unlisted, scales, whole, codes, nothing = by_sglang(
         [
             changed(tmp_path / "llama", tmp_path / "renamed", renamed),
             changed(tmp_path / "deepseek_v3", tmp_path / "unlisted", dict, listed),
+            changed(tmp_path / "nf4", tmp_path / "scales", flat),
+            {"folder": str(tmp_path / "nf4")},
+            changed(tmp_path / "mxfp4", tmp_path / "codes", as_gpt_oss),
             {"folder": str(tmp_path / "nothing")},
         ]
     )
     assert "error" in nothing
     assert "error" in other or unwritten(other) == ["lm_head.weight"]
     assert "gate_up_proj.weight" in unlisted["error"]
+    assert scales["squares"] != pytest.approx(whole["squares"], rel=0.02)
+    # its MXFP4 experts are named as gpt-oss's are, and have a bias that need not be stored
+    assert all(each.endswith("bias") for each in unwritten(codes)), codes
 
 
 def test_fused_matrices_with_different_numbers_are_refused(folders, by_sglang, tmp_path):
@@ -195,7 +215,9 @@ def test_an_adapter_reaches_the_layers(folders, by_sglang, tmp_path):
                 (tmp_path / each).mkdir()
                 save_file(t, tmp_path / each / "adapter_model.safetensors")
                 (tmp_path / each / "adapter_config.json").write_text(json.dumps(c))
-    tasks += [{"folder": str(folders["llama"]), "adapter": str(tmp_path / each)} for each in ("strange", "fewer")]
+    tasks += [
+        {"folder": str(folders["llama"]), "adapter": str(tmp_path / each)} for each in ("strange", "fewer")
+    ]
     *good, strange, fewer = by_sglang(tasks)
     for answer, squares in zip(good, own, strict=True):
         assert answer["adapter"]["squares"] == pytest.approx(squares, rel=1e-2)  # in bf16

@@ -10,7 +10,6 @@ computed. Each answer is {"error": …}, or what was loaded.
 import hashlib
 import importlib.machinery
 import json
-import logging
 import os
 import sys
 import tempfile
@@ -18,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import MagicMock, patch
 
+import bitsandbytes  # before there seems to be a card
 import torch
-import bitsandbytes  # noqa: F401 - before there seems to be a card
 import torch._dynamo
 import transformers.models.auto
 from safetensors import safe_open
@@ -85,8 +84,8 @@ from sglang.srt.layers.quantization import marlin_utils_fp4
 from sglang.srt.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW4A16Fp4,
     CompressedTensorsW4A16Nvfp4MoE,
-    compressed_tensors_w4a16_nvfp4 as nvfp4,
 )
+from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a16_nvfp4 as nvfp4
 from sglang.srt.lora import mem_pool
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
@@ -160,6 +159,18 @@ def methods(model):
     return ways
 
 
+def squares(model):
+    """Sum of squares of what bitsandbytes makes of its codes with the states that were loaded for them."""
+    total = 0.0
+    for parameter in model.parameters():
+        offsets = getattr(parameter, "bnb_shard_offsets", ())
+        for index, state in getattr(parameter, "bnb_quant_state", {}).items():
+            codes = parameter.data[offsets[index] : offsets[index + 1]]
+            weight = bitsandbytes.functional.dequantize_4bit(codes, state)
+            total += float(weight.double().square().sum())
+    return total
+
+
 def one_number(model):
     """Prepare NVFP4 layers for their kernel, whose repacking is left out: it wants one number of fused matrices."""
     marlin = "prepare_nvfp4_layer_for_marlin", "prepare_moe_nvfp4_layer_for_marlin"
@@ -216,6 +227,8 @@ def read(task):
         "unwritten": unwritten,
         "numbers": [numbers(task["folder"]), sum(own[name].numel() for name in own.keys() - set(unwritten))],
     }
+    if config.quantization == "bitsandbytes":
+        answer["squares"] = squares(model)
     one_number(model)
     if task.get("adapter"):
         answer["adapter"] = adapter(config, model, args, task["adapter"])
