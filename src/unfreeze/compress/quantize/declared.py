@@ -39,6 +39,8 @@ KIMI_WEIGHTS = {
     "observer_kwargs": {},
 }
 """The `weights` of Kimi-K2-Thinking's config.json, without the group size."""
+FUSED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
+"""First part of a fused layer -> its name. SGLang 0.5.23 looks that up for DeepSeek-V3; Kimi-K2's list has it."""
 OF_GPT_OSS = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 BITSANDBYTES = {
     "quant_method": "bitsandbytes",
@@ -153,13 +155,20 @@ def _ignored(work: MergeWork) -> Iterator[str]:
     if "lm_head" not in packed:
         yield "lm_head"
     yield from (f"re:{part.pattern}" for part in beside)
-    yield from dict.fromkeys(
+    left = [
         _either(module, module)
         if pattern in packed or pattern == re.escape(module)
         else _either(f"re:{pattern}$", module)
         for module, pattern in _left(work).items()
         if module != "lm_head" and not any(part.fullmatch(f"{module}.weight") for part in beside)
+    ]
+    fused = (
+        re.sub(rf"\b{first}(?=\$?$)", name, entry)
+        for first, name in FUSED.items()
+        for entry in left
+        if re.search(rf"\b{first}\$?$", entry)
     )
+    yield from dict.fromkeys((*left, *fused))
 
 
 def _either(entry: str, module: str) -> str:
