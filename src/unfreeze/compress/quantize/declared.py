@@ -40,7 +40,7 @@ KIMI_WEIGHTS = {
 }
 """The `weights` of Kimi-K2-Thinking's config.json, without the group size."""
 FUSED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
-"""First part of a fused layer -> its name. SGLang 0.5.23 looks that up for DeepSeek-V3; Kimi-K2's list has it."""
+"""First part of a fused layer -> its name, which SGLang looks up for DeepSeek-V3, as in Kimi-K2's list."""
 OF_GPT_OSS = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 BITSANDBYTES = {
     "quant_method": "bitsandbytes",
