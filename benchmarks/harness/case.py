@@ -6,6 +6,7 @@ them. A case that writes a page instead has `written(config, run)`.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -176,7 +177,10 @@ def command(name: str, config: Frozen) -> str:
     for field, info in type(config).model_fields.items():
         value = getattr(config, field)
         if value != info.default and field not in UNNAMED:
-            values = map(str, value if isinstance(value, tuple) else (value,))
-            flag = () if field == "job" else (f"--{field.replace('_', '-')}",)
-            words += [*flag, *values]
+            values = [str(each) for each in (value if isinstance(value, tuple) else (value,))]
+            flag = f"--{field.replace('_', '-')}"
+            if values[:1] and values[0].startswith("-"):  # a text of flags of another program
+                words.append(f"{flag}={shlex.quote(' '.join(values))}")
+            else:
+                words += values if field == "job" else [flag, *values]
     return " ".join(["unfreeze dev bench", name, *words])

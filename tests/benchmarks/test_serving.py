@@ -1,10 +1,13 @@
 """`dev bench serve`: its load, its checkpoints, and its client beside planted servers."""
 
+import shlex
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from benchmarks.harness import serving
+from benchmarks.harness.case import command
 from benchmarks.harness.serving import Load, Server, checkpoint, fastest, take_turns
 from benchmarks.harness.sides import SideFailed
 from unfreeze.quant import Int4
@@ -66,4 +69,6 @@ def test_flags_of_transformers_serve_can_be_typed():
     from unfreeze.config.parse import parse
 
     typed = ["--their-flags=--continuous-batching --x 1 | "]
-    assert parse(Config, typed, command="dev bench serve", description="").their_flags == typed[0][14:]
+    config = parse(Config, typed, command="dev bench serve", description="")
+    assert config.their_flags == typed[0][14:]
+    assert shlex.split(command("serve", config))[4:] == typed  # so does the command in a row
