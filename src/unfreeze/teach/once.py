@@ -90,9 +90,11 @@ class Kept(Generic[T]):
         come: queue.SimpleQueue[tuple[str, Come]] = queue.SimpleQueue()
         for item in missing.items():
             waiting.put(item)
+        # A worker asks only while fewer than at_once results wait for `leave`: what is asked may cost money.
+        ahead = threading.Semaphore(self.at_once)
 
         def work() -> None:
-            while not left.is_set():
+            while ahead.acquire() and not left.is_set():
                 try:
                     key, row = waiting.get_nowait()
                 except queue.Empty:
@@ -113,8 +115,10 @@ class Kept(Generic[T]):
                     errors[key] = each
                 if leave(each):
                     break
+                ahead.release()
         finally:
             left.set()
+            ahead.release(self.at_once)
         return [self._known.get(key) or errors.get(key) for key in keys]
 
     def _one(self, key: str, row: T) -> Come:

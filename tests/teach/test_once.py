@@ -1,0 +1,35 @@
+"""Answers asked for by several workers."""
+
+import time
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.teach.answers import Answer
+from unfreeze.teach.once import Kept
+
+
+def test_workers_are_never_further_ahead_than_at_once(tmp_path):
+    """Requests cost money: while the look at a result takes long, no more are sent."""
+    sent: list[int] = []
+    looked: list[int] = []
+
+    def ask(row: int) -> Answer:
+        sent.append(row)
+        if row % 3 == 0:
+            raise ConfigError("no", next="none")
+        return Answer("yes", "stop")
+
+    def leave(come) -> bool:
+        if come is None:
+            return False
+        time.sleep(0.01)  # a consumer that the machine keeps waiting
+        assert len(sent) <= len(looked) + 3
+        looked.append(1)
+        return len(looked) == 20
+
+    with_answers = Kept(ask, str, tmp_path / "kept.jsonl", at_once=3)
+    with_answers(range(40), leave)
+    with_answers.wait()
+    assert len(looked) == 20 and 20 <= len(sent) <= 22
+    with_answers(range(40), lambda come: False)  # the rest, to the end: nobody waits for ever
+    with_answers.wait()
+    assert len(with_answers.known) == sum(row % 3 != 0 for row in range(40))
