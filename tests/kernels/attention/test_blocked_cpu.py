@@ -1,4 +1,4 @@
-"""Blocked CPU attention against float64, forward and gradients; memory; that the second visit computes
+"""Blocked and tiled CPU attention against float64, forward and gradients; that the second visit computes
 nothing."""
 
 import pytest
@@ -6,11 +6,22 @@ import torch
 
 from unfreeze.kernels.attention import blocked_cpu, reference_attention, workspace
 from unfreeze.kernels.attention.blocked_cpu import blocked_attention
+from unfreeze.kernels.attention.tiled_cpu import tiled_attention
 from unfreeze.kernels.loops import bf16_cpu
 
 # float32: sums of some hundred terms; ten times what was observed. bf16: P, dS and outputs are rounded to 8
 # bits (2^-9 = 0.2 % each).
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1e-2}
+
+BOTH = pytest.mark.parametrize("attention", [blocked_attention, tiled_attention])
+EACH = pytest.mark.parametrize(
+    ("attention", "dtype"),
+    [
+        (blocked_attention, torch.float32),
+        (blocked_attention, torch.bfloat16),
+        (tiled_attention, torch.float32),
+    ],
+)
 
 
 def made(S, L, H, G, d, v, dtype):
@@ -32,8 +43,8 @@ def exact(tensors, grad, scale):
     ]
 
 
-def check(tensors, grad, scale):
-    output = blocked_attention(*tensors, scale)
+def check(attention, tensors, grad, scale):
+    output = attention(*tensors, scale)
     got = [output.detach(), *torch.autograd.grad(output, tensors, grad)]
     for ours, want in zip(got, exact(tensors, grad, scale), strict=True):
         assert ours.shape == want.shape and ours.dtype == grad.dtype
@@ -43,7 +54,7 @@ def check(tensors, grad, scale):
         assert (ours.double() - want).norm() <= TOLERANCE[grad.dtype] * max(float(want.norm()), floor)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@EACH
 @pytest.mark.parametrize(
     "shape",
     [
@@ -52,17 +63,19 @@ def check(tensors, grad, scale):
         (3, 128, 2, 1, 16, 16),
         (1, 1, 1, 1, 8, 8),
         (1, 200, 2, 2, 8, 24),
+        (1, 801, 2, 1, 40, 32),
     ],
 )
-def test_equals_float64_forward_and_backward(shape, dtype):
-    """Whole and part blocks, grouped heads, values narrower and wider than keys, one token."""
+def test_equals_float64_forward_and_backward(shape, attention, dtype):
+    """Whole and part blocks of queries and keys, grouped heads, values narrower and wider, one token."""
     tensors, grad = made(*shape, dtype)
-    check(tensors, grad, shape[4] ** -0.5)
+    check(attention, tensors, grad, shape[4] ** -0.5)
 
 
-def test_large_scores_do_not_overflow():
-    tensors, grad = made(1, 150, 1, 1, 16, 16, torch.float32)
-    check([(t * 30).detach().requires_grad_() for t in tensors[:2]] + [tensors[2]], grad, 1.0)
+@BOTH
+def test_large_scores_do_not_overflow(attention):
+    tensors, grad = made(1, 450, 1, 1, 16, 16, torch.float32)
+    check(attention, [(t * 30).detach().requires_grad_() for t in tensors[:2]] + [tensors[2]], grad, 1.0)
 
 
 def test_heads_in_several_parts_give_the_same(monkeypatch):
@@ -74,15 +87,17 @@ def test_heads_in_several_parts_give_the_same(monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_control_arm_a_mask_that_is_one_off_is_seen():
+@BOTH
+def test_control_arm_a_mask_that_is_one_off_is_seen(attention):
     """The float64 comparison would notice a query that sees one key less or more."""
     tensors, grad = made(1, 140, 1, 1, 16, 16, torch.float32)
-    shifted = blocked_attention(tensors[0], tensors[1].roll(1, 1), tensors[2].roll(1, 1), 0.25)
+    shifted = attention(tensors[0], tensors[1].roll(1, 1), tensors[2].roll(1, 1), 0.25)
     want = exact(tensors, grad, 0.25)[0]
     assert (shifted.detach().double() - want).norm() > 0.1 * want.norm()
 
 
-def test_the_second_visit_takes_what_the_first_kept():
+@BOTH
+def test_the_second_visit_takes_what_the_first_kept(attention):
     tensors, grad = made(1, 130, 2, 2, 16, 16, torch.float32)
     values, calls = [], []
 
@@ -92,26 +107,26 @@ def test_the_second_visit_takes_what_the_first_kept():
         return values[-1]
 
     with torch.no_grad():
-        output = blocked_attention(*tensors, 0.25, first)
-    again = blocked_attention(*tensors, 0.25, lambda compute: values.pop())
+        output = attention(*tensors, 0.25, first)
+    again = attention(*tensors, 0.25, lambda compute: values.pop())
     assert calls == [1] and torch.equal(output, again)
-    plain = blocked_attention(*tensors, 0.25)
+    plain = attention(*tensors, 0.25)
     for one, other in zip(
         torch.autograd.grad(again, tensors, grad), torch.autograd.grad(plain, tensors, grad), strict=True
     ):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@EACH
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_nan_reaches_just_the_queries_that_see_it(which, dtype):
+def test_a_nan_reaches_just_the_queries_that_see_it(which, attention, dtype):
     """It is neither swallowed by the maximum or the exponential (which would hide a fault) nor carried to
     earlier queries."""
-    tensors, _ = made(1, 200, 1, 1, 16, 16, dtype)
+    tensors, _ = made(1, 500, 1, 1, 16, 16, dtype)
     with torch.no_grad():
         tensors[which][0, 50, 0, 3] = float("nan")
-        bad_L = ~blocked_attention(*tensors, 0.25)[0, :, 0].isfinite().all(-1)
-    seen_L = torch.arange(200) == 50 if which == 0 else torch.arange(200) >= 50
+        bad_L = ~attention(*tensors, 0.25)[0, :, 0].isfinite().all(-1)
+    seen_L = torch.arange(500) == 50 if which == 0 else torch.arange(500) >= 50
     assert torch.equal(bad_L, seen_L)
 
 
@@ -142,4 +157,4 @@ def test_scores_of_tiles_are_those_of_widened_inputs(length: int, groups: int, r
 def test_on_a_cpu_without_the_instruction(monkeypatch):
     monkeypatch.setattr(bf16_cpu, "panels_pay", lambda: False)
     tensors, grad = made(2, 300, 4, 2, 24, 16, torch.bfloat16)
-    check(tensors, grad, 24**-0.5)
+    check(blocked_attention, tensors, grad, 24**-0.5)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from unfreeze.kernels.attention import blocked_cpu, workspace
+from unfreeze.kernels.attention.tiled_cpu import tiled_attention
 from unfreeze.kernels.attention.workspace import workspace_bytes
 from unfreeze.kernels.choice import record
 from unfreeze.kernels.loops import bf16_cpu
@@ -17,11 +18,11 @@ def released():
     release_scratch()
 
 
-def left(S, L, H, G, d, v, dtype):
+def left(S, L, H, G, d, v, dtype, attention=blocked_cpu.blocked_attention):
     """Bytes of scratch after a forward and backward over S documents of L tokens."""
     q, k, value = (torch.randn(S, L, n, w, dtype=dtype) for n, w in ((H, d), (G, d), (G, v)))
     inputs = [x.requires_grad_() for x in (q, k, value)]
-    blocked_cpu.blocked_attention(*inputs, d**-0.5).sum().backward()
+    attention(*inputs, d**-0.5).sum().backward()
     return scratch_bytes()
 
 
@@ -48,6 +49,25 @@ def test_the_planned_bytes_are_those_that_are_left(S, L, H, G, d, v, dtype, tile
 
 class Blocked:
     runs = "blocked"
+
+
+class Tiled:
+    runs = "tiled"
+
+
+@pytest.mark.parametrize(("S", "L", "H", "G", "d", "v"), [(1, 1100, 4, 4, 96, 64), (2, 300, 4, 2, 64, 64)])
+def test_the_planned_bytes_of_tiles_are_those_that_are_left(S, L, H, G, d, v, monkeypatch):
+    monkeypatch.setattr(workspace, "by_record", lambda *_: Tiled)
+    shape = {"tokens": S * L, "length": L, "dtype": torch.float32}
+    planned = workspace_bytes(H, G, d, v, **shape, threads=1)
+    assert workspace_bytes(H, G, d, v, **shape, threads=2) == 2 * planned
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        measured = left(S, L, H, G, d, v, torch.float32, tiled_attention)
+    finally:
+        torch.set_num_threads(threads)
+    assert planned <= measured <= 1.15 * planned
 
 
 def test_two_workers_have_a_workspace_each(monkeypatch):

@@ -75,6 +75,18 @@ def _blocked_refuses(device: str, dtype: torch.dtype) -> str:
     return "" if dtype in (torch.float32, torch.bfloat16) else f"dtype {dtype}; it takes float32 and bfloat16"
 
 
+def _tiled() -> Implementation:
+    from unfreeze.kernels.attention.tiled_cpu import tiled_attention
+
+    return tiled_attention
+
+
+def _tiled_refuses(device: str, dtype: torch.dtype) -> str:
+    if device != "cpu":
+        return f"device {device}; it runs on cpu"
+    return "" if dtype == torch.float32 else f"dtype {dtype}; it takes float32"
+
+
 def _inputs(
     length: int, d: int, v: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, float]:
@@ -115,7 +127,7 @@ def _cases() -> tuple[Case, ...]:
 OP = Op(
     name="attention",
     reference=sdpa,
-    candidates={"blocked": Candidate(_blocked, _blocked_refuses)},
+    candidates={"blocked": Candidate(_blocked, _blocked_refuses), "tiled": Candidate(_tiled, _tiled_refuses)},
     cases=_cases(),
     # float32: sums of up to 1,024 terms. bf16: P, dS and outputs are rounded to 8 bits (2^-9 = 0.2 % each).
     tolerance={torch.float32: 4e-6, torch.bfloat16: 1e-2},

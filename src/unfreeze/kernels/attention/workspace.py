@@ -1,4 +1,4 @@
-"""The part of a document that blocked_cpu.py processes at once, and the memory for it.
+"""The part of a document that blocked_cpu.py processes at once; the memory for it, and for tiled_cpu.py.
 
 L tokens in blocks of QUERIES, H query heads, G key/value heads (H = G · rep), d and v widths.
 """
@@ -45,11 +45,16 @@ def workspace_bytes(
 ) -> int:
     """Bytes of scratch that backward takes for documents of `length` among `tokens`; forward takes less.
 
-    For the heads of each worker: a block's scores, dP and P; q, k, v, o, do and dq, with bf16 also q and k as
-    the GEMM takes them; dk, dv and their increments. 0 if the reference runs, which has no blocks.
+    "tiled": the buffers of each worker (tiled_cpu.py).
+    "blocked", for the heads of each worker: a block's scores, dP and P; q, k, v, o, do and dq, with bf16 also
+    q and k as the GEMM takes them; dk, dv and their increments. 0 if the reference runs, which has no blocks.
     """
     narrow = dtype != torch.float32
     runs = by_record(OP, torch.device("cpu"), dtype, bucket_of(length, width, value_width)).runs
+    if runs == "tiled":
+        from unfreeze.kernels.attention.tiled_cpu import thread_bytes  # numba, which other plans do without
+
+        return min(threads, heads * max(1, tokens // length)) * thread_bytes(length, width, value_width)
     if runs != "blocked":
         return 0
     groups, repeat, size = key_heads, heads // key_heads, dtype.itemsize
