@@ -12,6 +12,7 @@ import torch
 from unfreeze.kernels.choice import choose, measure
 from unfreeze.kernels.choice.op import Candidate, Case, Op
 from unfreeze.kernels.choice.record import device_key
+from unfreeze.kernels.expert_mlp import packed_op
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
@@ -268,3 +269,13 @@ def test_a_gpu_waits_before_a_sample_until_the_host_has_queued_it(monkeypatch):
     clock = measure._CudaClock(torch.device("meta"))
     assert clock(lambda: order.append("call"), 1) == 1e3
     assert order == ["sleep", "record", "call", "record", "synchronize"]
+
+
+def test_packed_experts_are_compared_with_float64():
+    """Their reference is a backend of ours, which expands codes to float32 at most; `against` is plain torch."""
+    packed = packed_op()
+    truth = measure.Truth(packed, packed.cases[0], CPU, FLOAT)
+    assert all(x.dtype == torch.float64 for x in truth.exact[0])
+    assert truth.errors(packed.candidates["panels"].load())[0] <= packed.tolerance[FLOAT]
+    with pytest.raises(ValueError, match="codes expand to"):
+        measure.Truth(dataclasses.replace(packed, against=None), packed.cases[0], CPU, FLOAT)
