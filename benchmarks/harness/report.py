@@ -157,7 +157,7 @@ ORDER = tuple("moe formats dense recompute load start data decode growth beyond 
 
 
 def profiles_beside(page: Path) -> list[str]:
-    """Names of the profiles committed beside the page: docs/measured/profiles/moe.md is "moe"."""
+    """Names of the profiles beside the page: "moe" for profiles/moe.md; moe-cpu-avx2.md is one class's own."""
     return sorted(file.stem for file in (page.parent / "profiles").glob("*.md"))
 
 
@@ -186,7 +186,7 @@ def page(runs: Sequence[Run], profiles: Sequence[str] = ()) -> str:
         parts += [
             f"Op by op: [profiles/{name}.md](profiles/{name}.md)"
             for name in profiles
-            if name == run.benchmark
+            if name == (own if (own := f"{run.benchmark}-{run.device}") in profiles else run.benchmark)
         ]
     missing = not_measured(
         [name for name in ORDER if name not in {run.benchmark for run in runs}], {run.device for run in runs}

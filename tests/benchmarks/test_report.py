@@ -222,6 +222,10 @@ def test_a_committed_profile_is_linked_from_its_benchmark(plant, tmp_path):
     assert "(profiles/moe.md)" in report.page(
         runs, report.profiles_beside(tmp_path / "page.md")
     ) and "profiles/" not in report.page(runs)
+    # the own profile of a class of CPU comes first
+    (tmp_path / "profiles" / f"moe-{runs[0].device}.md").write_text("")
+    text = report.page(runs, report.profiles_beside(tmp_path / "page.md"))
+    assert f"(profiles/moe-{runs[0].device}.md)" in text and "(profiles/moe.md)" not in text
 
 
 @pytest.mark.parametrize("name", ["moe", "dense", "load", "start", "decode", "growth", "profile", "report"])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unfreeze.core.cpu import loops_have
 from unfreeze.kernels.attention.sdpa import sdpa
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.choice.draw import normal
@@ -72,6 +73,8 @@ def _blocked() -> Implementation:
 def _blocked_refuses(device: str, dtype: torch.dtype) -> str:
     if device != "cpu":
         return f"device {device}; it runs on cpu"
+    if dtype == torch.float32 and not loops_have("cpu-avx512"):
+        return "float32 without AVX512: slower than torch at every length (AVX2)"
     return "" if dtype in (torch.float32, torch.bfloat16) else f"dtype {dtype}; it takes float32 and bfloat16"
 
 
