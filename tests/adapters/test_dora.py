@@ -68,8 +68,13 @@ def packed(oracle, model):
 
 
 def pair(tiny, case, tmp_path):
-    """(peft's model, ours) with the same adapter, as after training."""
-    oracle, model = tiny.reference(case.removesuffix("-int4")), tiny.model(case.removesuffix("-int4"))
+    """(peft's model, ours) with the same adapter, as after training; biases, which begin at zero, are drawn."""
+    oracle = tiny.reference(case.removesuffix("-int4"))
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)))
+    model = tiny.ours(oracle)
     if case.endswith("-int4"):
         oracle, model = packed(oracle, model)
     attach(model, CONFIGURED, seed=0)
@@ -119,6 +124,62 @@ def test_outputs_gradients_and_ten_steps_equal_pefts(tiny, case, tmp_path):
     with torch.no_grad():
         assert (tiny.logits(model) - tiny.oracle_logits(theirs)).abs().max() < 1e-5 * float(base.abs().max())
         assert (tiny.logits(model) - base).abs().max() > 1e-2  # control: ten steps change something
+
+
+def formula(tensors, fault=""):
+    """DoRA in float64, or with a mistake. tensors: x, W, b, A, B, m."""
+    x, W, b, A, B, m = tensors
+    V = W + 2 * B @ A
+    norm = V.norm(dim=0 if fault == "columns" else 1)
+    gain = m / (norm if fault == "gradient" else norm.detach())
+    return (x @ V.t() + b) * gain if fault == "bias" else x @ V.t() * gain + b
+
+
+def results(y, leaves, dy):
+    """The output, and the gradients of x, b, A, B and m."""
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def apart(ours, theirs):
+    pairs = zip(ours, theirs, strict=True)
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("codec", [None, Int4(8)])
+def test_a_square_layer_with_a_bias_is_pefts_and_float64s(codec):
+    """Square, so that a norm of columns has the right shape; the control arms are three likely mistakes."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (5, 24), "W": (24, 24), "b": (24,), "A": (4, 24), "B": (24, 4), "m": (24,)}
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    dy = torch.randn(5, 24, generator=generator)
+    ours = Linear(24, 24, bias=True, codec=codec, dtype=torch.float32, device="cpu")
+    if codec is None:
+        ours.weight.data = drawn["W"]
+    else:
+        for suffix, part in codec.quantize(drawn["W"]).items():
+            getattr(ours, suffix).copy_(part)
+        drawn["W"] = ours.matrix()
+    ours.bias.data, ours.adapter = drawn["b"].clone(), Dora(24, 24, 4, 2.0)
+    for name in "ABm":
+        getattr(ours.adapter, name).data = drawn[name].clone()
+
+    layers = torch.nn.Sequential(torch.nn.Linear(24, 24))
+    layers[0].weight.data, layers[0].bias.data = drawn["W"].clone(), drawn["b"].clone()
+    config = peft.LoraConfig(r=4, lora_alpha=8, use_dora=True, target_modules=["0"])
+    theirs = peft.get_peft_model(layers, config)
+    named = {half: theirs.get_parameter(f"base_model.model.0.{name}") for half, name in NAMES.items()}
+    for name, parameter in named.items():
+        parameter.data = drawn[name].clone()
+    bias = layers[0].bias.requires_grad_()
+
+    x = drawn["x"].requires_grad_()
+    own = results(ours(x), (x, ours.bias, *(getattr(ours.adapter, name) for name in "ABm")), dy)
+    assert apart(own, results(theirs(x), (x, bias, *named.values()), dy)) < 1e-5
+    exact = {name: drawn[name].detach().double().requires_grad_() for name in shapes}
+    leaves = [exact[name] for name in ("x", "b", "A", "B", "m")]
+    assert apart(own, results(formula(exact.values()), leaves, dy.double())) < 1e-5
+    for fault in ("bias", "gradient", "columns"):
+        assert apart(own, results(formula(exact.values(), fault), leaves, dy.double())) > 1e-2
 
 
 def undetached(self, linear):

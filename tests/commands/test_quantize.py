@@ -131,6 +131,38 @@ def test_bad_input_is_one_line_and_writes_nothing(folders, tmp_path, capsys):
     )
 
 
+def test_several_processes_are_refused_and_the_hint_is_the_command(folders, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    words = ("quantize", folders["llama"], "--to", "int8", "--out", out)
+    with monkeypatch.context() as patch:
+        for rank in ("0", "1"):
+            patch.setenv("RANK", rank)
+            patch.setenv("WORLD_SIZE", "2")
+            message, remedy = refused(capsys, *words).splitlines()
+            assert "quantize runs in one process, but torchrun started 2" in message
+        assert not out.exists()
+        patch.setenv("RANK", "2")
+        assert "RANK is 2, but WORLD_SIZE is 2" in refused(capsys, *words)
+    hint = remedy.partition("without torchrun: unfreeze ")[2].split()
+    assert hint == [str(word) for word in words]
+    monkeypatch.setenv("WORLD_SIZE", "1")  # control arm
+    assert run(capsys, *hint)[0] == 0 and open_checkpoint(out).nbytes
+
+
+def test_a_width_without_groups_is_refused_with_formats_that_take_it(tmp_path, capsys):
+    tensors, config = random_model("Llama", LLAMA | {"intermediate_size": 72, "num_hidden_layers": 1})
+    half = {key: value.bfloat16() for key, value in tensors.items()}
+    base = sharded(tmp_path / "odd", half, config | {"dtype": "bfloat16"})
+    for to in ("int4", "mxfp4", "nvfp4"):
+        words = refused(capsys, "quantize", base, "--to", to, "--out", tmp_path / to)
+        assert "down_proj [64, 72]: 72 input columns do not divide into groups" in words
+        hints = words.partition("next: ")[2].split("--to ")[1:]
+        assert [hint[:4].strip(" ,") for hint in hints] == ["int8", "fp8"]
+        assert not (tmp_path / to).exists()
+    for to in ("int8", "fp8"):
+        assert run(capsys, "quantize", base, "--to", to, "--out", tmp_path / to)[0] == 0
+
+
 def test_other_words_lead_here(folders, capsys):
     for word in ("quantise", "quantization", "int4", "awq"):
         assert "unfreeze quantize MODEL --to int4" in refused(capsys, word)

@@ -286,6 +286,36 @@ def test_a_packed_model_is_scored_as_its_expanded_form(tmp_path, files):
         assert value == pytest.approx(other[key], rel=1e-5), key
 
 
+def test_each_log_probability_and_whether_it_is_greedy_are_the_hf_models(llama):
+    """Three tokens behind contexts within and beyond the window of 64: the likeliest, and two others that have
+    one wrong token, the first or the last. The oracles are lm-eval's model, and transformers' argmax."""
+    from lm_eval.models.huggingface import HFLM
+
+    with harness.quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hf = HFLM(pretrained=str(llama), dtype="float32", batch_size=1, device="cpu")
+
+    @torch.no_grad()
+    def likeliest(ids):
+        return int(hf.model(torch.tensor([ids])).logits[0, -1].argmax())
+
+    asked, greedy = [], []
+    for length in (1, 9, 61, 62, 63, 64, 90, 200):
+        before = [0, *((7 * i * i + i + length) % 256 + 5 for i in range(length - 1))]
+        seen = before[-62:]  # with three tokens, of which the last is not read, that is a window
+        for wrong in ("", "first", "last"):
+            tokens = []
+            for place in range(3):
+                token = likeliest([*seen, *tokens])
+                tokens.append((token + 1) % 261 if (wrong, place) in (("first", 0), ("last", 2)) else token)
+            asked.append((("", ""), before, tokens))
+            greedy.append(not wrong)
+    lm = harness_model.harness_model(unfreeze.load(llama, dtype="float32"))
+    ours, theirs = lm._loglikelihood_tokens(asked), hf._loglikelihood_tokens(asked, disable_tqdm=True)
+    assert [each for _, each in ours] == [each for _, each in theirs] == greedy
+    assert [log_p for log_p, _ in ours] == pytest.approx([log_p for log_p, _ in theirs], abs=1e-4)
+
+
 def test_letters_of_a_choice_share_a_pass_and_results_are_kept(llama, monkeypatch):
     model, kept = unfreeze.load(llama, dtype="float32"), Kept()
     before = model.tokenizer.encode("the cat", specials=False)

@@ -395,6 +395,33 @@ def test_running_rows_get_a_token_between_the_parts_of_a_long_prompt(build, smal
     assert order[: order.index("long")] == ["runs"] * order.index("long")
 
 
+@pytest.mark.parametrize("turns", [1, 12])
+def test_rows_are_given_in_the_order_of_arrival(build, turns):
+    """12 prompts at once, and one with each turn, for two rows; the third has several answers."""
+    live, began = Live(Engine(build("gqa"), stop_ids=frozenset()), max_rows=2), []
+    every = [
+        Request([60 + i, i + 1], Sampling(seeds=(1, 2, 3)[: 3 if i == 2 else 1], n=3 if i == 2 else 1), 2 + i % 3)
+        for i in range(12)
+    ]
+    for i, request in enumerate(every):
+        request.heard = lambda piece, i=i: began.append(i)
+    run(live, every, turns)
+    assert list(dict.fromkeys(began)) == list(range(12))
+
+
+def test_one_that_waits_for_memory_is_not_overtaken_and_comes(build, small, monkeypatch):
+    """64 positions in all: the second needs them, and waits for the first; the others wait for the second."""
+    monkeypatch.setattr(room.Room, "_fit", lambda self, capacity, held: max(1, 64 // capacity))
+    live, began, how = Live(Engine(build("gqa"), stop_ids=frozenset())), [], Sampling(seeds=(1,))
+    for i, most in enumerate((9, 50, 2, 2)):
+        heard = lambda piece, i=i: began.append(i)  # noqa: E731
+        live.add(Request([60 + i, i + 1], how, most, heard=heard))
+    live.turn()
+    while live.busy:
+        live.turn()
+    assert began == [0] * 9 + [1] * 50 + began[59:] and sorted(began[59:]) == [2, 2, 3, 3]
+
+
 def test_weights_may_change_after_release_only(build):
     """Control arm: without it a prompt that is still in the cache is that of the old weights."""
     model, prompt, how = build("gqa"), list(range(1, 41)), Sampling(temperature=1.0, seeds=(1,))

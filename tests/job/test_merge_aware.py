@@ -84,7 +84,25 @@ RUN, KEEP = RoundedAs("int4", "refit"), RoundedAs("same", "keep")
 def test_another_merge_than_was_trained_for_is_told_from_the_same(trained, to, scales, packed, other):
     words = merge_aware.other_merge(trained, to, scales, packed=packed)
     assert bool(words) == other and len(words) <= 140
-    assert not other or merge_aware.merge_flags(trained) in words
+    flags = {RUN: "--to int4", KEEP: "--to same --scales keep", None: ""}[trained]
+    assert words == other * f"this run was trained for another merge: {flags}"
+
+
+@pytest.mark.parametrize(
+    "trained, flags, packed",
+    [
+        (RoundedAs("int4", "refit"), "--to int4", False),
+        (RoundedAs("int4", "refit"), "--to int4", True),
+        (RoundedAs("int4", "keep-change"), "--to int4 --scales keep-change", True),
+        (RoundedAs("same", "refit"), "--to same", True),
+        *((RoundedAs(name, "keep"), "--to same --scales keep", True) for name in ("fp8", "mxfp4", "nvfp4")),
+        (RoundedAs("nf4", "refit"), "--to same", True),
+    ],
+)
+def test_the_flags_of_a_run_are_its_formats_and_no_other_merge(trained, flags, packed):
+    assert merge_aware.merge_flags(trained) == flags
+    to, scales = flags.split()[1], flags.split()[-1] if "--scales" in flags else "refit"
+    assert merge_aware.other_merge(trained, to, scales, packed=packed) == ""
 
 
 def test_it_begins_after_a_share_of_the_steps_before_the_last():

@@ -113,3 +113,8 @@ def test_a_change_in_later_rows_alone_has_its_factor():
     change[3000:] = 0.01 * torch.randn(1096, 256, generator=torch.Generator().manual_seed(2))
     factor = loop.factor_int4(codec, w, change, base)
     assert factor == factor_of(codec, w, change, base.parts) > 1
+    for value in (torch.nan, torch.inf):  # no row of that block tells anything, and no other changes
+        change[2048, 7] = value
+        assert loop.factor_int4(codec, w, change, base) == factor_of(codec, w, change, base.parts)
+    change[2048:], change[5, 5] = 0, torch.inf
+    assert loop.factor_int4(codec, w, change, base) == 1.0

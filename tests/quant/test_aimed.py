@@ -74,6 +74,18 @@ def test_a_large_change_is_rounded_to_the_nearest_codes():
     assert same > 0.95 and ways["keep-change"].kept > 0.99
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_change_that_is_zero_or_not_finite_has_the_factor_1(name):
+    codec = FORMATS[name]
+    W, parts, change = matrix(codec, 0.004)
+    assert factor_of(codec, W, change, parts) > 1  # control arm
+    assert factor_of(codec, W, 0 * change, parts) == 1.0
+    for value in (torch.nan, torch.inf, -torch.inf):
+        bad = change.clone()
+        bad[3, 5] = value
+        assert factor_of(codec, W, bad, parts) == 1.0
+
+
 def test_rows_at_a_time_share_one_factor(monkeypatch):
     """c is of the first rows alone: what it is found on is a sample of a large matrix."""
     codec = FORMATS["int4"]

@@ -40,10 +40,13 @@ def aimed(codec: Codec, weight: Tensor, on: tuple[dict[str, Tensor], int]) -> tu
 
 
 def factor_of(codec: Codec, W: Tensor, change: Tensor, stored: Parts) -> float:
-    """c of a matrix, found on its first 2^19 weights that change; LARGEST if no code would move."""
+    """c of a matrix, found on its first 2^19 weights that change; LARGEST if no code would move.
+
+    1 if nothing changes; rows whose change is not finite tell nothing.
+    """
     for first, last, parts in row_blocks(codec, W.shape, stored):
         w, delta = W[first:last], change[first:last]
-        if (whole := squares(delta)) > 0:
+        if 0 < (whole := squares(delta)) < math.inf:
             on = kept(codec, w + delta, parts, refitted(codec, w + delta, parts))
             uniform = isinstance(codec, Int4)
             share = _of_steps(codec, delta, on[0]) if uniform else _of_codes(codec, w, delta, on)

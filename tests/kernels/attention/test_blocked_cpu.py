@@ -7,7 +7,9 @@ import torch
 from unfreeze.kernels.attention import blocked_cpu, reference_attention, workspace
 from unfreeze.kernels.attention.blocked_cpu import blocked_attention
 from unfreeze.kernels.attention.tiled_cpu import tiled_attention
+from unfreeze.kernels.attention.tiled_loops import KEYS
 from unfreeze.kernels.loops import bf16_cpu
+from unfreeze.kernels.loops.scratch import held, release_scratch
 
 # float32: sums of some hundred terms; ten times what was observed. bf16: P, dS and outputs are rounded to 8
 # bits (2^-9 = 0.2 % each).
@@ -76,6 +78,29 @@ def test_equals_float64_forward_and_backward(shape, attention, dtype):
 def test_large_scores_do_not_overflow(attention):
     tensors, grad = made(1, 450, 1, 1, 16, 16, torch.float32)
     check(attention, [(t * 30).detach().requires_grad_() for t in tensors[:2]] + [tensors[2]], grad, 1.0)
+
+
+@BOTH
+def test_a_later_block_of_keys_has_the_largest_scores(attention):
+    """What was summed before is scaled to the new maximum, in a head whose last rows alone see two blocks."""
+    (q, k, v), grad = made(1, KEYS + 2, 1, 1, 8, 8, torch.float32)
+    with torch.no_grad():
+        k[:, KEYS:] = 2 * q[:, KEYS:]
+        scores = q[0, KEYS:, 0] @ k[0, :, 0].t()
+        assert (scores[:, :KEYS].amax(1) < scores.diagonal(KEYS)).all()
+    check(attention, (q, k, v), grad, 0.2)
+
+
+@pytest.mark.parametrize("shape", [(1, 18, 1, 1, 8, 8), (1, KEYS + 17, 2, 1, 8, 8)])
+def test_what_buffers_held_before_is_not_read(shape):
+    """17 and 18 are keys that the last of ROWS reads and no query of the first SIDE sees."""
+    tensors, grad = made(*shape, torch.float32)
+    release_scratch()
+    check(tiled_attention, tensors, grad, 0.3)
+    assert len(held()) > 10
+    for buffer in held():
+        buffer.fill_(torch.nan)
+    check(tiled_attention, tensors, grad, 0.3)
 
 
 def test_heads_in_several_parts_give_the_same(monkeypatch):
