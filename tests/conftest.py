@@ -9,13 +9,11 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from tyro._parsers import ParserSpecification
 
 import unfreeze
 from unfreeze import cli
 from unfreeze.adapters import output_change, receipt
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.config import parse
 from unfreeze.job.watch import expert_op
 from unfreeze.kernels.choice.choose import fix
 
@@ -85,19 +83,9 @@ def small_looks():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def made_once():
-    """What each command makes anew is made once for all tests of a process: its parser of flags, which took 50 ms,
-    and the byte code of a chat template, 15 ms."""
-    of_type, of_source = ParserSpecification.from_callable_or_type, jinja2.Environment.compile
-    parsers, codes = {}, {}
-
-    def parser(f, **words):
-        if words["parent_classes"]:  # a part of a parser
-            return of_type(f, **words)
-        key = (f, words["description"], repr(words["default_instance"]))
-        if key not in parsers:
-            parsers[key] = of_type(f, **words)
-        return parsers[key]
+def compiled_once():
+    """The byte code of a chat template, 15 ms, is made once for all tests of a process."""
+    of_source, codes = jinja2.Environment.compile, {}
 
     def compiled(self, source, *more, **options):
         if not isinstance(source, str):
@@ -116,8 +104,6 @@ def made_once():
         return codes[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parse, "_flags", functools.cache(parse._flags))
-        patch.setattr(ParserSpecification, "from_callable_or_type", staticmethod(parser))
         patch.setattr(jinja2.Environment, "compile", compiled)
         yield
 

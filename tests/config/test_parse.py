@@ -3,6 +3,9 @@
 import pytest
 from pydantic import Field
 
+from unfreeze.commands import eval as scoring
+from unfreeze.config import parse as parsing
+from unfreeze.config import sft
 from unfreeze.config.parse import Frozen, parse
 from unfreeze.core.errors import ConfigError
 
@@ -127,3 +130,47 @@ def test_a_value_behind_an_equals_sign_may_begin_with_dashes():
         of("--model", "--x")
     with pytest.raises(ConfigError, match="steps"):
         of("--model", "m", "--steps=three")
+
+
+SFT = ["--model", "m", "--data", "a", "b", "--lora.dora"]
+ASKED = ["run", "other", "--tasks", "needle"]
+LINES = [
+    (sft.Config, [*SFT, "--learning_rate=1e-3", "--lora.targets", "experts", "*.q_proj", "--dtype", "auto"]),
+    (scoring.Config, [*ASKED, "ppl:f", "--limit", "5", "--no-chat"]),
+    (scoring.Config, ["--tasks=needle", "--chat", "--seed", "1", "--", "run"]),
+]
+WRONG = [(scoring.Config, [*ASKED, "--chat", "maybe"]), (Config, ["-x", "3", "--model", "m"])]
+
+
+def parsed(config, arguments):
+    """The fields, or the words of the refusal."""
+    try:
+        return parsing._parse_flags(config, list(arguments), "sft")
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """The fields of each parser that is made."""
+    each, flags = [], parsing._flags
+    monkeypatch.setattr(parsing, "_flags", lambda known: each.append(len(known)) or flags(known))
+    return each
+
+
+@pytest.mark.parametrize("config, arguments", LINES + WRONG)
+def test_a_parser_of_what_was_typed_says_what_that_of_all_fields_says(config, arguments, sizes, monkeypatch):
+    wrong, every = (config, arguments) in WRONG, len(parsing._every(config))
+    short = parsed(config, arguments)
+    assert isinstance(short, str) == wrong and sizes[0] <= 6 and sizes[1:] == [every] * wrong
+    monkeypatch.setattr(parsing, "_typed", lambda every, arguments: {})
+    assert parsed(config, arguments) == short
+    assert sizes[-1] == every >= 6  # control arm: the parser of all
+
+
+def test_a_field_that_the_short_parser_lacks_is_found_by_the_long_one(sizes, monkeypatch):
+    """Control arm: a fault in the choice of fields costs time, not an answer."""
+    typed = parsing._typed
+    monkeypatch.setattr(parsing, "_typed", lambda every, words: dict(list(typed(every, words).items())[1:]))
+    assert parsed(*LINES[1])["limit"] == 5 and len(sizes) == 2
+    assert parsed(sft.Config, []) == {} and len(sizes) == 2

@@ -13,6 +13,7 @@ run the same command again.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -130,6 +131,7 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
     from unfreeze import models
     from unfreeze.compress import merge as by_shards
     from unfreeze.compress.deltas import Deltas
+    from unfreeze.compress.quantize.fused import parted
     from unfreeze.compress.work import MergeWork
 
     # refuse everything that can be refused before writing a byte
@@ -170,6 +172,8 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
         write_card(out, manifest, source.base, config, record, gain)
     for line in sentences(record, groups, gain, config, unmeasured):
         say(common)(line)
+    if apart := parted(work, record.rows, out):
+        say(common)(f"warning: {two_numbers(*apart, config, out)}")
     if gain is not None and isinstance(rows, HeldoutRows) and rows.trained_on:
         say(common)(f"warning: {rows.trained_on}")
     say(common)(f"wrote the checkpoint {out}. To talk with it: unfreeze chat {out}")
@@ -256,6 +260,16 @@ def rounding_remedy(groups: dict[str, dict[str, Any]], config: Config) -> str:
     moves = any("keep" in of and of[config.scales]["kept"] < ENOUGH for of in near)
     ways = ["--to bf16"] * bf16 + ["--scales keep-change"] * moves
     return ", or ".join([*ways, "serve the adapter beside the base (unfreeze export)"])
+
+
+def two_numbers(one: str, other: str, config: Config, out: Path) -> str:
+    """Words about NVFP4 matrices that shared a number and do not any more, with the merge that keeps it."""
+    words = ["unfreeze", "merge", config.run, "--scales", "keep", "--out", f"{out}-keep"]
+    words += ["--base", config.base] if config.base else []
+    return (
+        f"{one} and {other.rpartition('.')[2]} no longer share one NVFP4 number:"
+        f" vLLM misreads such a folder, SGLang refuses it\n  next: {shlex.join(words)}"
+    )
 
 
 def loses_most(groups: dict[str, dict[str, Any]]) -> str:

@@ -162,6 +162,7 @@ def _entry(row: Row) -> dict[str, Any]:
     return {
         **{name: getattr(row, name) for name in ("module", "group", "weight", "delta", "written")},
         "ways": ways,
+        **({"numbers": row.numbers} if row.numbers else {}),
     }
 
 

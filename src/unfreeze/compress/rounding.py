@@ -12,7 +12,7 @@ Norms are Frobenius norms, summed in float64. W is the base's dequantized weight
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.quant.aimed import aimed, factor_of
 from unfreeze.quant.codec import Codec, Texted, kept_suffixes
 from unfreeze.quant.kept import can_keep, kept, refitted
+from unfreeze.quant.nvfp4 import Nvfp4
 from unfreeze.quant.requantize import Scales, below, row_blocks
 from unfreeze.quant.spelling import canonical
 
@@ -61,6 +62,7 @@ class Row:
     """The rounding of one matrix. delta, weight: ‖ΔW‖ and ‖W‖.
 
     ways: "refit", "keep", or a dtype; "BF16" is always included, as the result of --to bf16.
+    numbers: of an NVFP4 matrix, its number before and after; empty if it was kept.
     """
 
     module: str
@@ -69,6 +71,7 @@ class Row:
     delta: float
     written: str
     ways: dict[str, Rounded]
+    numbers: Sequence[float] = ()
 
 
 def write_weight(
@@ -101,10 +104,13 @@ def write_weight(
         if change is not None and not change.any():  # an expert without tokens: as if not adapted
             change = None
         measured: dict[str, Rounded] = {}
+        numbers: tuple[float, ...] = ()
         if weight.in_place and weight.codec is not None:
             way = scales
             if change is not None:
+                before = parts
                 parts, measured = _requantized(weight.codec, W, change, parts, scales)
+                numbers = _numbers(weight.codec, before, parts)
             outputs = [(weight.parts[suffix].name, parts[suffix]) for suffix in _made(weight.codec)]
         else:
             outputs, value, way = _rounded(weight, W if change is None else W + change, work, expert)
@@ -117,12 +123,20 @@ def write_weight(
                 shard.put(name, tensor, expert * tensor.numel() if _stacked(weight, name) else 0)
         if change is not None and next(iter(weight.outputs)) in wanted:
             module = weight.name + (f"[{expert}]" if weight.home and weight.home.experts else "")
-            rows.append(Row(module, weight.group, _norm(W), _norm(change), way, measured))
+            rows.append(Row(module, weight.group, _norm(W), _norm(change), way, measured, numbers))
     if weight.in_place and weight.codec is not None:  # the extras beside the codes, such as their shape
         for suffix, info in weight.parts.items():
             if suffix not in _made(weight.codec) and info.name in wanted:
                 shard.copy(info.name, info)
     return rows
+
+
+def _numbers(codec: Codec, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[float, ...]:
+    """The number of an NVFP4 matrix before and after; empty if they are equal, and in other formats."""
+    if not isinstance(codec, Nvfp4):
+        return ()
+    old, new = (float(parts[codec.names.whole]) for parts in (before, after))
+    return () if old == new else (old, new)
 
 
 def merged(work: MergeWork, weight: Weight, deltas: Changes, expert: int) -> Tensor:

@@ -266,20 +266,25 @@ def _validated(config: type[C], values: Mapping[str, Any], next: str) -> C:
 def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) -> dict[str, Any]:
     """Parse the flags; names stay as the user spelled them.
 
-    tyro's message about a wrong flag, a box of many lines, becomes one ConfigError.
+    tyro's parser has the typed flags alone: one of all fields takes ten times as long. What it refuses, that
+    of all refuses again: its message about a wrong flag, a box of many lines, becomes one ConfigError.
     """
     _refuse_repeated(config, arguments)
     help = f"unfreeze {command} --help"
     _refuse_absent(config, arguments, command)
     if wrong := _wrong_flag(config, arguments):
         raise ConfigError(wrong, next=help)
-    captured = io.StringIO()
-    try:
-        with redirect_stderr(captured):
-            return dict(tyro.cli(_flags(config), args=arguments, prog=f"unfreeze {command}"))
-    except SystemExit as ended:
-        if ended.code == 0:
-            raise
+    if not arguments:
+        return {}
+    captured, every = io.StringIO(), _every(config)
+    for known in filter(None, (_typed(every, arguments), every)):
+        captured = io.StringIO()
+        try:
+            with redirect_stderr(captured):
+                return dict(tyro.cli(_flags(known), args=arguments, prog=f"unfreeze {command}"))
+        except SystemExit as ended:
+            if ended.code == 0:
+                raise
 
     # tyro's message: the lines of its box before the flag's help
     words = [line.strip(" │") for line in captured.getvalue().splitlines() if not line.startswith(("╭", "╰"))]
@@ -352,13 +357,23 @@ def takes_several(info: FieldInfo) -> bool:
     return any(get_origin(kind) is tuple for kind in (info.annotation, *get_args(info.annotation)))
 
 
-def _flags(config: type[BaseModel]) -> Any:
-    """Make a TypedDict of every flag in every spelling; tyro fills in the flags given.
+def _typed(every: Mapping[str, Known], arguments: Sequence[str]) -> dict[str, Known]:
+    """Return the spellings that the arguments have as flags, or negated, and all positional fields."""
+    written = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    return {
+        word: field
+        for word, field in every.items()
+        if {_as_flag(word), _as_flag(f"no_{word}")} & written or not _flag(field).startswith("--")
+    }
+
+
+def _flags(known: Mapping[str, Known]) -> Any:
+    """Make a TypedDict of fields by their spellings; tyro fills in the flags given.
 
     The Config checks limits, so that errors have our wording.
     """
     make = cast(Any, TypedDict)  # a class made at run time; type checkers cannot follow it
-    return make("Flags", {word: _kind(field.info) for word, field in _every(config).items()}, total=False)
+    return make("Flags", {word: _kind(field.info) for word, field in known.items()}, total=False)
 
 
 def _kind(info: FieldInfo) -> Any:

@@ -3,18 +3,24 @@
 A server reads one number for all of them (quant/nvfp4.py, FUSED); with a number each, all but one would be
 scaled wrongly there, without a message. So the number is that of the largest weight of them all, as
 llm-compressor computes it. Each matrix of such a group is read once more, for its largest weight.
+
+A merge may give one of them a number of its own: `parted` says which.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from unfreeze.checkpoint import open_checkpoint
 from unfreeze.checkpoint.nested import in_model
 from unfreeze.checkpoint.tensors import stored_tensor
 from unfreeze.compress.quantize.formats import nearest
+from unfreeze.compress.rounding import Row
 from unfreeze.compress.work import MergeWork, Weight
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.quant.codec import Codec
@@ -74,3 +80,28 @@ class OneNumber:
                 self._largest[self._name(out.name)] = (
                     ends.abs().amax().nan_to_num(0.0)
                 )  # NaN is refused later
+
+
+def parted(work: MergeWork, rows: Sequence[Row], out: Path) -> tuple[str, str] | None:
+    """Two modules that had one number in the base and have two in the merged folder `out`; None: no such two.
+
+    rows: of the merge. A server multiplies the two in one product, with one number.
+    """
+    changed = {row.module: row.numbers for row in rows if row.numbers}
+    if not changed:
+        return None
+    tensors = open_checkpoint(out).tensors
+    stored = {
+        weight.name: tensors[weight.parts[weight.codec.names.whole].name]
+        for weight in work.weights
+        if isinstance(weight.codec, Nvfp4)
+    }
+    for name, (old, new) in changed.items():
+        parent, _, leaf = name.rpartition(".")
+        for other in (f"{parent}.{part}" for part in _GROUPS.get(leaf, ()) if part != leaf):
+            if other not in stored:
+                continue
+            before, after = changed.get(other) or [float(stored_tensor(stored[other]))] * 2
+            if before == old and after != new:
+                return name, other
+    return None
