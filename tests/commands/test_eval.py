@@ -102,7 +102,7 @@ def test_ctrl_c_keeps_answers_and_the_same_command_continues(run, files, unfreez
     monkeypatch.setattr(Engine, "stream", stopping)
     assert cli.main(command) == 130
     kept = len((run / scoring.KEPT).read_text().splitlines())
-    assert f"{kept} results more are kept" in capsys.readouterr().err and 5 <= kept < 12
+    assert f"{kept} results more kept" in capsys.readouterr().err and 5 <= kept < 12
     assert not (run / "evaluations.json").exists()
 
     def counting(self, prompts, sampling, **options):

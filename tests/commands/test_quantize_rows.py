@@ -170,7 +170,7 @@ def test_measuring_without_calibrating(folders, tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, words, next_words",
     [
-        (["--calibrate", "one"], "has 1 rows; a tenth is to be held out", "--measure FILE"),
+        (["--calibrate", "one"], "has 1 row; a tenth is to be held out", "--measure FILE"),
         (
             ["--calibrate", "one", "--measure", "held"],
             "calibration tokens; model.layers.0.",
@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_refused_before_any_work(folders, tmp_path, capsys,
     monkeypatch.undo()
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     code, said, _ = run(capsys, *words)
-    assert code == 2 and "disk: 3 files take" in said  # two layers, and the result's
+    assert code == 2 and " for 3 files;" in said  # two layers, and the result's
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.calibration").exists()
 
 

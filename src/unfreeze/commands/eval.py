@@ -27,6 +27,7 @@ from unfreeze.core.draws import SEEDS
 from unfreeze.core.errors import UserError
 from unfreeze.core.field import about
 from unfreeze.core.files import write_file
+from unfreeze.core.units import plural
 from unfreeze.job.opening.device import pick_device, say
 from unfreeze.report import scores as tables
 from unfreeze.report.scores import PAGE, RECORD, read_scores, write_scores
@@ -113,9 +114,8 @@ def evaluate(config: Config, common: Common, command: str = "", *, shown: bool =
             try:
                 scored, errors = score_all(tasks, subjects, kept, config, dtype, common)
             except KeyboardInterrupt:
-                message = (
-                    f"{len(kept) - again} results more are kept in {out / KEPT}; the same command continues"
-                )
+                new = plural(len(kept) - again, "result")
+                message = f"{new} more kept in {out / KEPT}; the same command continues"
                 raise KeyboardInterrupt(message) from None
             record = record_of(config, tasks, subjects, scored, errors, command)
             written = write(record, out, subjects)

@@ -10,7 +10,7 @@ from unfreeze.config.parse import writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.files import write_file
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.job.opening.device import say
 from unfreeze.job.opening.source import open_as_trained
 from unfreeze.tracking.live import LoadProgress
@@ -160,7 +160,7 @@ def _renderer(tokenizer: Tokenizer) -> Any:
 def _said_of(path: Path, config: Asked, weights: Weights, tensors: int, beside: str) -> Iterator[str]:
     """Say the file that was written, and the command that reads it."""
     size = format_bytes(path.stat().st_size)
-    yield f"wrote {path}: {tensors} tensors of {weights.shape.kind}, {size}"
+    yield f"wrote {path}: {plural(tensors, 'tensor')} of {weights.shape.kind}, {size}"
     if config.adapter_only:
         yield f"llama-cli -m BASE.gguf --lora {path}"
     elif beside:

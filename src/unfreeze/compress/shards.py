@@ -21,7 +21,7 @@ from unfreeze.checkpoint.manifest import INDEX
 from unfreeze.checkpoint.save import write_file
 from unfreeze.checkpoint.shard import Shard, file_bytes, sha256_of
 from unfreeze.core.errors import ConfigError, DoesNotFit
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.quant.codec import Part, as_table, parts_nbytes
 from unfreeze.untrusted.json_object import read_object
 
@@ -157,10 +157,10 @@ def check_disk(out: Path, left: Sequence[Planned], files: int) -> None:
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     free, needed = shutil.disk_usage(existing).free, sum(file_bytes(file.parts) for file in left)
     if needed > free:
-        there = f" of {files}, {files - len(left)} are there" if len(left) < files else ""
+        there = f" more, after {files - len(left)}" if len(left) < files else ""
         raise DoesNotFit(
-            f"disk: {len(left)} files{there} take {format_bytes(needed)}; {format_bytes(free)} free for"
-            f" {out}",
+            f"disk: {format_bytes(needed)} for {plural(len(left), 'file')}{there}; {format_bytes(free)} free"
+            f" for {out}",
             next="free space, or give --out on another disk",
         )
 
