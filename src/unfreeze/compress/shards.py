@@ -47,7 +47,11 @@ F = TypeVar("F", bound=Planned)
 
 @dataclass
 class Record:
-    """The inputs and the finished files of a folder. file: the record's name there. noun: names the work."""
+    """The inputs and the finished files of a folder.
+
+    file: the record's name there. noun: names the work. absent: inputs that older records lack, with the
+    value that they had.
+    """
 
     inputs: dict[str, Any]
     shards: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
@@ -55,6 +59,7 @@ class Record:
     more: dict[str, Any] = field(default_factory=dict[str, Any])
     file: str = ""
     noun: str = ""
+    absent: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def write(self, out: Path) -> None:
         whole = {"version": VERSION, "finished": self.finished, "inputs": self.inputs, **self.more}
@@ -79,7 +84,7 @@ def begun(record: R, out: Path) -> R:
             raise ConfigError(f"{out} holds {mine[0].name}, not {a_noun}", next="give an empty or new folder")
         return record
     stored = read_object(out / record.file, ConfigError)
-    before, shards = as_table(stored.get("inputs")) or {}, stored.get("shards")
+    before, shards = {**record.absent, **(as_table(stored.get("inputs")) or {})}, stored.get("shards")
     if not isinstance(shards, dict) or not all(as_table(entry) for entry in shards.values()):
         raise damaged(record, out)
     other = [name for name in record.inputs if before.get(name) != record.inputs[name]]

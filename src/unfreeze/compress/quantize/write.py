@@ -9,8 +9,8 @@ of any size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ from unfreeze.core.errors import CheckpointError
 from unfreeze.quant.codec import parts_nbytes
 
 
+ABSENT = {"method": "gptq"}  # in records of the time when --calibrate had one method
+
+
 @dataclass(frozen=True)
 class Moved:
     """The change of a group's weights: matrices, weights, and √(Σ‖Q(W) − W‖² / Σ‖W‖²)."""
@@ -47,6 +50,7 @@ class Record(shards.Record):
 
     file: str = QUANTIZE
     noun: str = "quantization"
+    absent: Mapping[str, Any] = field(default_factory=lambda: ABSENT)
 
     @property
     def moved(self) -> dict[str, Moved]:
