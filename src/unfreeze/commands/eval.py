@@ -150,7 +150,7 @@ def score_all(
         for task in tasks:
             if task.name in errors:
                 continue
-            shown = progress(f"{subject.shown}: {task.name}", say(common))
+            shown = progress(f"{subject.shown}: {task.name}", task.counts, say(common))
             try:
                 scored[task.name][subject.name] = task.score(model, kept, shown)
             except UserError as error:
@@ -175,15 +175,15 @@ def opened(subject: Scored, before: Model | None, config: Config, dtype: str, co
     return model
 
 
-def progress(what: str, line: Callable[[str], None]) -> Callable[[int, int], None]:
-    """Return a function that says how far a task is, every SAY_EVERY seconds."""
+def progress(what: str, counts: str, line: Callable[[str], None]) -> Callable[[int, int], None]:
+    """Return a function that says how far a task is, every SAY_EVERY seconds. counts: one of its parts."""
     last = time.monotonic()
 
     def shown(done: int, total: int) -> None:
         nonlocal last
         if time.monotonic() - last > SAY_EVERY:
             last = time.monotonic()
-            line(f"{what}: {done:,} of {total:,}")
+            line(f"{what}: {done:,} of {plural(total, counts)}")
 
     return shown
 
