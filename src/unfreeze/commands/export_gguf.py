@@ -59,7 +59,7 @@ def export_gguf(config: Asked, common: Common) -> dict[str, Any]:
         raise ConfigError(f"{config.run} has no adapter: it is a whole model", next="without --adapter-only")
     path = _path(config)
 
-    from unfreeze.compress.gguf.file import check_disk, nbytes, need_gguf, write_gguf
+    from unfreeze.compress.gguf.file import nbytes, need_gguf, write_gguf
 
     need_gguf()
     import torch
@@ -90,7 +90,6 @@ def export_gguf(config: Asked, common: Common) -> dict[str, Any]:
         table = {"general.type": "model", "general.file_type": FILE_TYPES[to], **own}
         lines = [*remarks(shape, family), *vocabulary.remarks]
     table = {"general.name": _name(config, source), "general.quantization_version": 2, **table}
-    check_disk(path, tensors)
     with writing(path.parent, "out"), LoadProgress("export", quiet=common.quiet) as progress:
         add = [vocabulary.add_to] if vocabulary is not None else []
         write_gguf(path, family.arch, table, tensors, add, progress)
