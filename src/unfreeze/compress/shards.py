@@ -61,6 +61,11 @@ class Record:
     noun: str = ""
     absent: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def a_noun(self) -> str:
+        """The noun with its article."""
+        return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
+
     def write(self, out: Path) -> None:
         whole = {"version": VERSION, "finished": self.finished, "inputs": self.inputs, **self.more}
         whole["shards"] = self.shards
@@ -70,18 +75,23 @@ class Record:
 R = TypeVar("R", bound=Record)
 
 
+def refuse_others(record: Record, out: Path, next: str = "give an empty or new folder") -> None:
+    """Raise ConfigError for a file, and for a folder with files but without this work's record."""
+    if out.is_file():
+        raise ConfigError(f"out = {str(out)!r} is a file, not a folder", next="give another folder")
+    if out.is_dir() and not (out / record.file).is_file():
+        others = sorted(path.name for path in out.iterdir() if ".unfinished-" not in path.name)
+        if others:
+            raise ConfigError(f"{out} holds {others[0]}, not {record.a_noun}", next=next)
+
+
 def begun(record: R, out: Path) -> R:
     """Fill an empty record with the progress in `out`; it stays empty if the folder is new or empty.
 
     Raises ConfigError for a folder with anything else in it, and for one of other inputs.
     """
-    if out.is_file():
-        raise ConfigError(f"out = {str(out)!r} is a file, not a folder", next="give another folder")
-    a_noun = f"{'an' if record.noun[0] in 'aeiou' else 'a'} {record.noun}"
+    refuse_others(record, out)
     if not (out / record.file).is_file():
-        mine = [path for path in out.iterdir() if ".unfinished-" not in path.name] if out.is_dir() else []
-        if mine:
-            raise ConfigError(f"{out} holds {mine[0].name}, not {a_noun}", next="give an empty or new folder")
         return record
     stored = read_object(out / record.file, ConfigError)
     before, shards = {**record.absent, **(as_table(stored.get("inputs")) or {})}, stored.get("shards")
@@ -93,7 +103,7 @@ def begun(record: R, out: Path) -> R:
         flags = [f"with --{name} {before.get(name)}" for name in other if name not in ("base", "adapter")]
         what = " and ".join(files + flags) or "by another version of this program"
         raise ConfigError(
-            f"{out} holds {a_noun} {what}", next="give another folder, or the same command as then"
+            f"{out} holds {record.a_noun} {what}", next="give another folder, or the same command as then"
         )
     record.shards, record.finished = dict(shards), bool(stored.get("finished"))
     known = ("version", "finished", "inputs", "shards")

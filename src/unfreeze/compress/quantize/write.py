@@ -28,7 +28,7 @@ from unfreeze.compress.released import config_of, copy_beside
 from unfreeze.compress.rounding import packed
 from unfreeze.compress.shards import Progress, files_fingerprint
 from unfreeze.compress.work import MergeWork
-from unfreeze.core.errors import CheckpointError
+from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.quant.codec import parts_nbytes
 
 
@@ -125,6 +125,14 @@ def begun(out: Path, inputs: dict[str, Any]) -> Record:
     except (KeyError, TypeError, ValueError, AttributeError):
         raise shards.damaged(record, out) from None
     return record
+
+
+def refuse_other_weights(work: MergeWork, out: Path, next: str) -> None:
+    """Raise ConfigError for weights in `out` that are not of this quantization: a model would have both."""
+    own = {file.name for file in out_files(work)}
+    others = sorted(path.name for path in out.glob("*.safetensors") if path.name not in own)
+    if others:
+        raise ConfigError(f"{out} holds {others[0]}, which this quantization does not write", next=next)
 
 
 def inputs_of(manifest: Manifest, to: str, modules: tuple[str, ...], **more: object) -> dict[str, Any]:
