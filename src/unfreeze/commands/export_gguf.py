@@ -73,18 +73,14 @@ def export_gguf(config: Asked, common: Common) -> dict[str, Any]:
     # refuse everything that can be refused before writing a byte
     model = models.meta_model(shape, manifest, torch.float32)
     deltas = Deltas(model, source.adapter) if source.adapter is not None else None
-    if deltas is not None and not config.adapter_only and (deltas.rows or deltas.embeddings is not None):
-        raise ConfigError(
-            f"{config.run} changed the embeddings of its base, which a GGUF takes from a merged folder",
-            next=f"unfreeze merge {config.run} --to bf16, then export the merged folder",
-        )
     weights, to = Weights(manifest, model, deltas or NoChanges()), config.type.upper()
     lines: list[str] = []
     vocabulary: Vocabulary | None = None
     if deltas is not None and config.adapter_only:
         tensors, table = planned_lora(weights, deltas, family)
     else:
-        vocabulary = vocabulary_of(manifest.path, shape.vocab_size, family.arch)
+        shape = weights.shape  # with the adapter's new tokens
+        vocabulary = vocabulary_of(manifest.tokens, shape.vocab_size, family.arch, manifest.path)
         tensors = planned(weights, family, to)
         own = {f"{family.arch}.{key}": value for key, value in settings(shape, family)}
         table = {"general.type": "model", "general.file_type": FILE_TYPES[to], **own}
@@ -138,7 +134,8 @@ def _modelfile(path: Path, manifest: Manifest, source: ModelSource, vocabulary: 
     from unfreeze.data.tokens.tokenizer import load_tokenizer
 
     assert vocabulary is not None
-    tokenizer = load_tokenizer(manifest.path, template_variables=template_values(source.template_variables))
+    variables = template_values(source.template_variables)
+    tokenizer = load_tokenizer(manifest.tokens, template_variables=variables, base=manifest.path)
     form = form_of(_renderer(tokenizer)) if tokenizer.template is not None else None
     file = path.parent / MODELFILE
     write_file(file, modelfile(path.name, form, vocabulary.stops))
