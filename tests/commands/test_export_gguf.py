@@ -75,7 +75,8 @@ def test_bad_input_has_one_line_each(base, tmp_path, capsys, monkeypatch):
 
 def test_the_disk_needs_room_for_the_file_and_no_more(base, tmp_path, capsys, monkeypatch):
     for kind in ("bf16", "q8_0"):
-        out, words = tmp_path / f"{kind}.gguf", ["export", str(base), "--for", "gguf", "--type", kind, "--out"]
+        out = tmp_path / f"{kind}.gguf"
+        words = ["export", str(base), "--for", "gguf", "--type", kind, "--out"]
         assert cli.main([*words, str(out)]) == 0
         size = out.stat().st_size
         assert size < 2**20  # control: less than what a bound of 4 MiB asks for

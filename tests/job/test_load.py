@@ -22,7 +22,13 @@ from unfreeze.core.errors import AdapterError, ConfigError
 from unfreeze.data import Example, load_tokenizer, pack
 from unfreeze.generate.model import load_opened
 from unfreeze.generate.open import open_model
-from unfreeze.job.merge_aware import adapted_of, bytes_as_trained, compute_as_trained, roundings_of, trained_as
+from unfreeze.job.merge_aware import (
+    adapted_of,
+    bytes_as_trained,
+    compute_as_trained,
+    roundings_of,
+    trained_as,
+)
 from unfreeze.job.opening.source import open_as_trained
 from unfreeze.job.trained import Adapters
 from unfreeze.parallel.processes.mesh import ONE

@@ -50,8 +50,10 @@ class Faults:
         if not self:
             return
         of_total = f" of {self.total:,}" if self.total else ""
+        kinds = {kind: count > 1 or bool(of_total) for kind, count in self.counts.items()}
         counted = "; ".join(
-            f"{count:,}{of_total} {kind if of_total or count > 1 else _of_one(kind)}" for kind, count in self.counts.items()
+            f"{self.counts[kind]:,}{of_total} {kind if several else _of_one(kind)}"
+            for kind, several in kinds.items()
         )
         cause = f". Likely cause: {self.cause}" if self.cause else ""
         raise CheckpointError(f"{self.where}: {counted}; first: {self.first}{cause}", next=next)

@@ -53,7 +53,7 @@ def head_of(
     tensors: Sequence[Planned],
     more: Iterable[Callable[[GGUFWriter], None]] = (),
 ) -> bytes:
-    """All of the file before the first tensor's data, as gguf's writer makes it. Arguments as `write_gguf`."""
+    """All of the file before the first tensor's data, as gguf's writer makes it; see `write_gguf`."""
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.gguf_writer import WriterState
 

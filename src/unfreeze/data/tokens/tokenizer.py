@@ -211,7 +211,8 @@ def load_tokenizer(
     """Load the tokenizer of a checkpoint folder.
 
     `now` and `template_variables` are the chat template's (see ChatTemplate).
-    `base`: folder of config.json and generation_config.json, if not the same: that of the base of an adapter with tokens of its own.
+    `base`: folder of config.json and generation_config.json, if not the same: that of the base of an adapter
+    with tokens of its own.
     Raises CheckpointError if there is none, or if its files contradict each other.
     """
     folder = Path(model_dir)

@@ -85,8 +85,8 @@ class FirstStepReceipt:
             off = "not finite" if error is None else f"off by {error:.1%} of the norm from the reference"
             message = (
                 f"the expert op is {off} on {plural(compared['rows'], 'row')} of {compared['layer']},"
-                f" where at most {compared['limit']:g} is rounding: this run learns from wrong numbers; unfreeze doctor"
-                " --gpu (on a CPU --ops) finds the kernel"
+                f" where at most {compared['limit']:g} is rounding: this run learns from wrong numbers;"
+                " unfreeze doctor --gpu (on a CPU --ops) finds the kernel"
             )
             state.run.events.emit("warning", state.step, message=message)
         try:
