@@ -64,6 +64,11 @@ def test_an_unmatched_target_names_the_nearest(tiny, target, said):
     assert target in str(error.value) and said in str(error.value)
 
 
+def test_after_commas_the_unmatched_one_is_named_alone(tiny):
+    with pytest.raises(AdapterError, match=r"lora\.targets: 'expert' matches none .*'experts'"):
+        attach(tiny.model("deepseek"), LoraConfig(targets=("attention,expert",)), seed=0)
+
+
 def test_a_group_the_model_does_not_have_is_an_error(tiny):
     with pytest.raises(AdapterError, match="this model has attention, mlp"):
         attach(tiny.model("llama"), LoraConfig(targets=("experts",)), seed=0)

@@ -25,5 +25,25 @@ def test_many_faults_are_one_line() -> None:
     assert caught.value.next == "do this"
 
 
+@pytest.mark.parametrize(
+    ("kind", "one"),
+    [
+        ("files are truncated", "file is truncated"),
+        ("tensors leave a gap before them", "tensor leaves a gap before it"),
+        ("tensors are in two files", "tensor is in two files"),
+        ("files named by the index are not there", "file named by the index is not there"),
+        ("header entries are malformed", "header entry is malformed"),
+        ("tensors do not fill their bytes", "tensor does not fill its bytes"),
+    ],
+)
+def test_one_fault_is_told_as_one(kind, one):
+    for count, words in ((1, one), (2, kind)):
+        faults = Faults(Path("m"))
+        for _ in range(count):
+            faults.add(kind, "d")
+        with pytest.raises(CheckpointError, match=f"^m: {count} {words}; first: d$"):
+            faults.raise_if_any(next="")
+
+
 def test_no_fault_no_error() -> None:
     Faults(Path("m")).raise_if_any(next="")

@@ -15,6 +15,8 @@ from unfreeze.commands import eval as scoring
 from unfreeze.commands.eval_models import subjects_of
 from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.data import load_tokenizer
+from unfreeze.data.tokens.masks import encode_prompt
 from unfreeze.generate.engine import Engine
 
 SHORT = ("--max-new-tokens", "12", "--dtype", "float32", "--draws", "200")
@@ -45,7 +47,17 @@ def by_task(result):
 def test_before_and_after_with_intervals_and_in_the_report(run, files, unfreeze_json, monkeypatch):
     rows, book = f"rows:{files / 'rows.jsonl'}:contains", f"ppl:{files / 'book.txt'}"
     command = ["eval", run, "--tasks", f"{rows},{book},needle", "--lengths", 64, *SHORT]
-    result = unfreeze_json(*command)
+    lines = []
+    with monkeypatch.context() as within:
+        within.setattr(scoring, "SAY_EVERY", -1.0)
+        within.setattr(scoring, "say", lambda common: lines.append)
+        result = unfreeze_json(*command)
+    # a text is computed in windows and scored in pieces; progress names what it counts
+    counts = [line.rpartition(" of ")[2] for line in lines if line.startswith(f"{run}: ")]
+    tokens = encode_prompt(load_tokenizer(TINY_K2), (files / "book.txt").read_text(encoding="utf-8"))
+    windows = 1 + -(-(len(tokens) - 1024) // 512)
+    assert set(counts) == {"12 rows", f"{windows} windows", "20 texts"}
+    assert windows != by_task(result)["book.txt", "bits per byte"]["items"]
     assert [model["name"] for model in result["models"]] == ["base", str(run)]
     tasks = by_task(result)
     contains, bits = tasks["rows.jsonl:contains", "contains"], tasks["book.txt", "bits per byte"]
@@ -102,7 +114,7 @@ def test_ctrl_c_keeps_answers_and_the_same_command_continues(run, files, unfreez
     monkeypatch.setattr(Engine, "stream", stopping)
     assert cli.main(command) == 130
     kept = len((run / scoring.KEPT).read_text().splitlines())
-    assert f"{kept} results more are kept" in capsys.readouterr().err and 5 <= kept < 12
+    assert f"{kept} results more kept" in capsys.readouterr().err and 5 <= kept < 12
     assert not (run / "evaluations.json").exists()
 
     def counting(self, prompts, sampling, **options):

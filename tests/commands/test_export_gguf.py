@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.compress.gguf.made import checkpoint
 from unfreeze import cli
 from unfreeze.core import errors
+from unfreeze.core.units import format_bytes
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,23 @@ def test_bad_input_has_one_line_each(base, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert "pip install gguf" in refused([base, "--for", "gguf", "--out", new], capsys)
     assert not new.exists()
+
+
+def test_the_disk_needs_room_for_the_file_and_no_more(base, tmp_path, capsys, monkeypatch):
+    for kind in ("bf16", "q8_0"):
+        out = tmp_path / f"{kind}.gguf"
+        words = ["export", str(base), "--for", "gguf", "--type", kind, "--out"]
+        assert cli.main([*words, str(out)]) == 0
+        size = out.stat().st_size
+        assert size < 2**20  # control: less than what a bound of 4 MiB asks for
+        with monkeypatch.context() as within:
+            within.setattr("shutil.disk_usage", lambda _, free=size - 1: SimpleNamespace(free=free))
+            error = refused([*words[1:], tmp_path / "less" / "a.gguf"], capsys)
+            assert f"a.gguf takes {format_bytes(size)}; {format_bytes(size - 1)} free in" in error
+            assert not (tmp_path / "less").exists()
+            within.setattr("shutil.disk_usage", lambda _, free=size: SimpleNamespace(free=free))
+            assert cli.main([*words, str(tmp_path / f"{kind}-2.gguf")]) == 0
+        assert (tmp_path / f"{kind}-2.gguf").read_bytes() == out.read_bytes()
 
 
 def test_another_family_and_a_model_of_other_parts_are_refused_by_name(tmp_path, capsys):

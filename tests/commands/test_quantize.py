@@ -60,6 +60,13 @@ def test_it_says_sizes_movement_what_stayed_and_the_next_command(folders, tmp_pa
     assert str(tmp_path) not in card and (out / "README.base.md").read_text().endswith("mine")
     record = json.loads((out / "quantize.json").read_text())
     assert record["finished"] and record["bits"] == result["bits"]
+    # weights that are not its own are left alone, and not mixed with it
+    other = out / "model-extra.safetensors"
+    other.write_bytes(b"mine")
+    code, said, _ = run(capsys, "quantize", folders["moe"], "--to", "int4", "--out", out)
+    assert code == 2 and f"{out} holds model-extra.safetensors, which this quantization does not" in said
+    assert f"next: a new folder: --out {out}-int4" in said and other.read_bytes() == b"mine"
+    other.unlink()
     # the same command again changes nothing
     files = {file: file.stat().st_ino for file in out.glob("*.safetensors")}
     assert run(capsys, "quantize", folders["moe"], "--to", "int4", "--out", out)[2] == result
@@ -169,6 +176,24 @@ def test_other_words_lead_here(folders, capsys):
     merged = refused(capsys, "merge", folders["llama"], "--to", "int4")
     assert "has no adapter to merge" in merged and f"unfreeze quantize {folders['llama']} --to int4" in merged
     assert "quantize writes it" in refused(capsys, "merge", folders["llama"], "--to", "nf4")
+
+
+def test_a_folder_with_other_files_is_refused_before_a_download(tmp_path, capsys, monkeypatch):
+    class Downloaded(Exception):
+        pass
+
+    def download(*_, **__):
+        raise Downloaded
+
+    monkeypatch.setattr("unfreeze.checkpoint.open_checkpoint", download)
+    words, notes = ["quantize", "org/name", "--to", "int4", "--out", tmp_path], tmp_path / "notes.txt"
+    notes.write_text("mine")
+    said = refused(capsys, *words)
+    assert f"{tmp_path} holds notes.txt, not a quantization" in said
+    assert f"next: a new folder: --out {tmp_path}-int4" in said and notes.read_text() == "mine"
+    notes.unlink()
+    with pytest.raises(Downloaded):  # control arm: empty
+        refused(capsys, *words)
 
 
 def test_a_cut_tokenizer_is_refused_before_a_byte_is_written(folders, tmp_path, capsys):

@@ -126,7 +126,8 @@ def test_a_folder_damaged_after_the_end_is_corrected_again(folders, tmp_path, ca
 
 
 def test_a_calibration_stopped_before_the_end_is_used_again(folders, tmp_path, capsys, monkeypatch):
-    """Ctrl-C while the result is measured: its matrices are not corrected a second time."""
+    """Ctrl-C while the result is measured: its matrices are not corrected a second time, and records from before
+    --method was there are gptq's."""
     out = tmp_path / "out"
     words = [
         folders["moe"],
@@ -147,6 +148,12 @@ def test_a_calibration_stopped_before_the_end_is_used_again(folders, tmp_path, c
         within.setattr("unfreeze.commands.quantize_rows.measured", stopped)
         assert run(capsys, *words)[0] != 0
     assert (tmp_path / "out.calibration").is_dir()
+    for file in (out / "quantize.json", tmp_path / "out.calibration/calibration.json"):
+        record = json.loads(file.read_text())
+        assert record["inputs"].pop("method") == "gptq"  # as of before there were others
+        file.write_text(json.dumps(record))
+    code, said, _ = run(capsys, *words, "--method", "awq")
+    assert code == 2 and "holds a quantization with --method gptq" in said
     monkeypatch.setattr(Calibration, "run", stopped)
     code, _, result = run(capsys, *words)
     assert code == 0 and result["calibrated"]["groups"]["experts"]["corrected"] == 24
@@ -170,7 +177,7 @@ def test_measuring_without_calibrating(folders, tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, words, next_words",
     [
-        (["--calibrate", "one"], "has 1 rows; a tenth is to be held out", "--measure FILE"),
+        (["--calibrate", "one"], "has 1 row; a tenth is to be held out", "--measure FILE"),
         (
             ["--calibrate", "one", "--measure", "held"],
             "calibration tokens; model.layers.0.",
@@ -199,7 +206,7 @@ def test_what_does_not_fit_is_refused_before_any_work(folders, tmp_path, capsys,
     monkeypatch.undo()
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     code, said, _ = run(capsys, *words)
-    assert code == 2 and "disk: 3 files take" in said  # two layers, and the result's
+    assert code == 2 and " for 3 files;" in said  # two layers, and the result's
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.calibration").exists()
 
 

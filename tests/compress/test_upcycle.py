@@ -365,7 +365,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(tmp_path, monkeypatch, c
         "unfreeze.compress.shards.shutil.disk_usage", lambda _: type("", (), {"free": 100_000})
     )
     said = refused(capsys, model, "--out", tmp_path / "moe")
-    assert "disk: 1 files take" in said
+    assert " for 1 file;" in said
     assert not (tmp_path / "moe").exists()
 
 

@@ -6,7 +6,9 @@ from pydantic import Field
 from unfreeze.commands import eval as scoring
 from unfreeze.config import parse as parsing
 from unfreeze.config import sft
+from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import Frozen, parse
+from unfreeze.config.recipes import CONFIGS
 from unfreeze.core.errors import ConfigError
 
 
@@ -40,6 +42,22 @@ def test_toml_and_flags_give_the_same_config(tmp_path):
     )
     assert read(tmp_path, toml) == parse(Config, flags, command="sft", description="")
     assert read(tmp_path, toml).lora == Inner(rank=8, targets=("experts", "*.q_proj"), experts_rank=4)
+
+
+@pytest.mark.parametrize("words", ["attention,experts", "attention, *.q_proj,", "attention"])
+def test_commas_separate_targets_too(words, tmp_path):
+    """As in a list: one TOML string, one flag, several flags, and Python."""
+    names = tuple(filter(None, words.replace(",", " ").split()))
+    path = tmp_path / "run.toml"
+    for value in (f'"{words}"', f'["{words}"]', str(list(names))):
+        path.write_text(f'model = "m"\ndata = "d"\nlora.targets = {value}\n', encoding="utf-8")
+        assert parse(CONFIGS["sft"], [str(path)], command="sft", description="").lora.targets == names
+    flags = "--model m --data d --lora.targets".split()
+    for typed_as in ([words], list(names)):
+        assert parse(CONFIGS["sft"], [*flags, *typed_as], command="sft", description="").lora.targets == names
+    assert LoraConfig(targets=words).targets == names  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="targets"):
+        parse(CONFIGS["sft"], [*flags, ","], command="sft", description="")
 
 
 def test_a_flag_wins_over_the_file(tmp_path):

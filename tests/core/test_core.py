@@ -9,7 +9,7 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.conform import damage
 from unfreeze.core.errors import UserError
 from unfreeze.core.events import EventLog, truncate_after
-from unfreeze.core.units import format_bytes, format_count, format_of, format_seconds, format_step
+from unfreeze.core.units import format_bytes, format_count, format_of, format_seconds, format_step, plural
 
 
 def test_lengths_sum_to_the_tokens():
@@ -42,6 +42,10 @@ def test_a_part_that_is_too_much_says_so_where_a_decimal_hides_it():
 def test_counts_and_seconds():
     assert [format_count(n) for n in (7, 1234, 1_026e9, 44.04e6)] == ["7", "1.23 K", "1.03 T", "44 M"]
     assert [format_seconds(s) for s in (0.25, 42, 75, 3700)] == ["0.2 s", "42 s", "1 min 15 s", "1 h 01 min"]
+
+
+def test_one_thing_has_no_s():
+    assert [plural(n, "row") for n in (0, 1, 2, 1234)] == ["0 rows", "1 row", "2 rows", "1,234 rows"]
 
 
 def test_an_error_says_what_to_do_next():

@@ -39,7 +39,7 @@ def test_nothing_vanishes_uncounted(tokenizer, tmp_path):
     assert stats.tokens == sum(e.num_tokens for e in data.examples) == pack(data.examples).num_tokens
     assert stats.supervised == int((pack(data.examples).weights_T > 0).sum())
     assert "6 rows (question/answer 3, text 1)" in stats.summary()
-    assert "1 truncated (275 tokens cut), 1 dropped, 2 bad, 1 duplicates" in stats.summary()
+    assert "1 truncated (275 tokens cut), 1 dropped, 2 bad, 1 duplicate" in stats.summary()
     assert json.loads(json.dumps(stats.as_dict()))["listed"][0]["row"] == 2
 
 

@@ -429,7 +429,7 @@ def test_weights_may_change_after_release_only(build):
     before = run(live, [request := Request(prompt, how, 8)])[request].answers
     live.add(Request(prompt, how, 8))
     live.turn()
-    with pytest.raises(UserError, match="1 answers are being sampled"):
+    with pytest.raises(UserError, match="still sampling 1 answer:"):
         live.release()
     while live.busy:
         live.turn()

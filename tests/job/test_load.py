@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unfreeze
-from unfreeze import cli
+from unfreeze import cli, models
 from unfreeze.adapters import attach, sites
 from unfreeze.adapters.several import Several
 from unfreeze.checkpoint import open_checkpoint
@@ -19,12 +19,21 @@ from unfreeze.commands import chat, eval_models, serve, serve_models
 from unfreeze.config.adapter import ROUNDED, RoundedAs, rounded_as
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.errors import AdapterError, ConfigError
+from unfreeze.data import Example, load_tokenizer, pack
 from unfreeze.generate.model import load_opened
 from unfreeze.generate.open import open_model
-from unfreeze.job.merge_aware import adapted_of, roundings_of, trained_as
+from unfreeze.job.merge_aware import (
+    adapted_of,
+    bytes_as_trained,
+    compute_as_trained,
+    roundings_of,
+    trained_as,
+)
 from unfreeze.job.opening.source import open_as_trained
 from unfreeze.job.trained import Adapters
 from unfreeze.parallel.processes.mesh import ONE
+from unfreeze.teach.second import Beside
+from unfreeze.teach.teacher import Asked, AsTrained
 
 IDS = list(range(40, 120))
 LORA = LoraConfig(rank=4, targets=("experts",), merge_aware="same", merge_aware_from=0.5)
@@ -89,6 +98,40 @@ def test_eval_rounds_a_run_also_on_the_base_that_it_has_scored(written, merged):
     assert (rounded - logits(unfreeze.load(merged, dtype="float32"))).abs().max() < 2e-4
     lora = eval_models.subjects_of([str(written / "lora")], "", "float32", lambda line: None).models[-1]
     assert lora.digest != run.digest  # scores of the one are not taken for the other's
+
+
+def test_a_teacher_computes_as_it_was_trained(written, tmp_path):
+    """As the run that unfreeze.load opens: on the student's own base, and on one with other weights."""
+    start = open_checkpoint(unfreeze.TINY_K2)
+    batch = pack([Example(IDS, [0.0, *[1.0] * (len(IDS) - 1)])])
+    student = open_model(start)
+    attach(student, LORA, 1)
+
+    def says(name: str, as_trained) -> tuple[Asked, torch.Tensor]:
+        teacher = Asked(str(written / name), lambda says, words: says, shares=True, as_trained=as_trained)
+        teacher.check(start, load_tokenizer(start.path))
+        log_q = teacher.objective(student, torch.device("cpu"), "float32")(batch)
+        loaded = teacher.load(torch.device("cpu"), "float32")(batch)
+        rows = slice(0, len(batch.supervised()))
+        assert torch.equal(log_q(rows, torch.empty(0)), loaded(rows, torch.empty(0)))
+        return teacher, log_q(rows, torch.empty(0))
+
+    def of(model) -> torch.Tensor:
+        return logits(model)[batch.supervised()].log_softmax(-1)
+
+    as_trained = AsTrained(open_as_trained, compute_as_trained, bytes_as_trained)
+    teacher, own = says("rounded", as_trained)
+    assert own.shape[0] > 70 and torch.equal(own, of(unfreeze.load(written / "rounded", dtype="float32")))
+    lora = of(plain(written / "rounded"))
+    assert torch.equal(says("rounded", None)[1], lora)  # control arm: its factors as LoRA
+    assert (own - lora).abs().max() > 1e-2
+    assert torch.equal(says("lora", as_trained)[1], lora)
+    # a copy of the base with its rounding, where LoRA shares the student's
+    beside = Beside(start, 128, 128, torch.float32, torch.device("cpu"), head_trains=False)
+    sizes = {name: says(name, as_trained)[0].aside(beside).stays for name in ("lora", "rounded")}
+    meta = models.meta_model(models.shape(start.config), start, torch.float32)
+    rounding = bytes_as_trained(meta, written / "rounded", torch.float32, torch.device("cpu"))
+    assert rounding > 0 and sizes["rounded"] - sizes["lora"] > rounding + start.nbytes // 2
 
 
 def test_a_run_that_stopped_before_its_rounding_is_lora(written, tmp_path, capsys):

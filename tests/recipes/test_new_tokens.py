@@ -5,6 +5,7 @@ import shutil
 import warnings
 from pathlib import Path
 
+import gguf
 import pytest
 import tokenizers
 import torch
@@ -171,6 +172,38 @@ def test_peft_has_the_logits_of_the_run_and_of_the_merged_folder(base, run, tmp_
     assert "resize_token_embeddings" in (run / "adapter/README.md").read_text()
 
 
+def gguf_of(source, file):
+    """(tensors, fields but the name) of the file that is exported."""
+    assert cli.main(["export", str(source), "--for", "gguf", "--out", str(file), "--quiet"]) == 0
+    reader = gguf.GGUFReader(file)
+    fields = {name: field.contents() for name, field in reader.fields.items() if name != "general.name"}
+    return {tensor.name: tensor.data.tobytes() for tensor in reader.tensors}, fields
+
+
+def test_a_gguf_has_the_tokens_and_rows_of_the_merged_folder(base, run, tmp_path):
+    tensors, fields = gguf_of(run, tmp_path / "run.gguf")
+    out = tmp_path / "merged"
+    assert cli.main(["merge", str(run), "--to", "bf16", "--no-check", "--out", str(out), "--quiet"]) == 0
+    assert (tensors, fields) == gguf_of(out, tmp_path / "merged.gguf")
+    tokens = fields["tokenizer.ggml.tokens"]
+    assert tokens[-3:] == NEW and len(tokens) == fields["qwen3.vocab_size"]
+    before, own = gguf_of(base, tmp_path / "base.gguf")  # control arm
+    assert NEW[0] not in own["tokenizer.ggml.tokens"] and own["tokenizer.ggml.tokens"] != tokens
+    assert before.keys() == tensors.keys() and before["token_embd.weight"] != tensors["token_embd.weight"]
+
+
+def test_a_gguf_has_the_embeddings_of_the_merged_folder(base, files, tmp_path):
+    more = ["--lora.targets", "attention,embed_tokens", "--steps", 2]
+    if "untied" not in str(base):  # two matrices in the run, one in the files
+        more = [word if word != more[1] else "attention" for word in more]
+    run, out = run_of(base, files, tmp_path / "run", *more), tmp_path / "merged"
+    assert cli.main(["merge", str(run), "--to", "bf16", "--no-check", "--out", str(out), "--quiet"]) == 0
+    tensors = gguf_of(run, tmp_path / "run.gguf")[0]
+    assert tensors == gguf_of(out, tmp_path / "merged.gguf")[0]
+    before = gguf_of(base, tmp_path / "base.gguf")[0]
+    assert (before["token_embd.weight"] != tensors["token_embd.weight"]) == ("untied" in str(base))
+
+
 def test_it_is_served_by_itself_alone(base, run):
     config = parse(serve.Config, [str(run)], command="serve", description="", positional=True)
     sources = sources_of(config, print)
@@ -235,7 +268,7 @@ def test_it_goes_on_and_in_pairs(base, run, files, tmp_path):
         ("\n\n", "has 0 tokens"),
         ("<a>\n<a>\n", "has '<a>' twice"),
         ("<a>\n   \n", "a token of spaces only"),
-        ("<|im_end|>\n", "has 1 of the 1 tokens already; first: '<|im_end|>'"),
+        ("<|im_end|>\n", "has 1 of 1 token already; first: '<|im_end|>'"),
         ("What\n", "tokens already"),
         ('["<a>", 3]', "holds 3, which is no token"),
     ],

@@ -2,6 +2,7 @@
 phrase that has to be read twice."""
 
 import ast
+import re
 from pathlib import Path
 
 from unfreeze import cli
@@ -73,7 +74,22 @@ def test_no_banned_phrase_is_in_help():
     assert not [phrase for phrase in BANNED if phrase in plain]
 
 
+NOT_MANY = {"is", "has", "was", "as", "its", "this", "less"}
+
+
+def one_as_many(text):
+    """Counts such as '1 rows'."""
+    counts = re.findall(r"(?<![\w.,#/:=-])1 ([a-z]+s)\b", text)
+    return [f"1 {noun}" for noun in counts if noun not in NOT_MANY and not noun.endswith("ss")]
+
+
+def test_no_transcript_counts_one_as_many():
+    texts = [path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*.txt")]
+    assert len(texts) > 4 and not [fault for text in texts for fault in one_as_many(text)]
+
+
 def test_control_arm_each_fault_is_seen():
+    assert one_as_many("files: 1 rows; 11 rows, 2.1 tokens, 1 row, 1 is, 1 files") == ["1 rows", "1 files"]
     long = f'raise ConfigError(f"{{name}} {"word " * 30}", next="")'
     assert [fault.split(" ")[1] for fault in faults(long)] == ["151"]
     assert list(faults('DataError("row", next="a run goes on")')) == ["1: 'goes on': a run goes on"]

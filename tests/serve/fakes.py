@@ -39,7 +39,7 @@ class FakeSpeaker:
             if self._closed:
                 raise Refused(503, "the endpoint is closed")
             if len(self.waiting) >= self.max_wait:
-                raise Refused(429, f"{self.max_wait} requests wait; try again later")
+                raise Refused(429, f"{self.max_wait} waiting; try again later")
             self.waiting.append(work)
             self._changed.notify()
         return work.done

@@ -180,7 +180,7 @@ def test_a_stream_that_is_refused_has_its_status(model, path):
     for stream in (False, True):
         body = {"messages": ASKED} if path.startswith("chat") else {"prompt": "The sun"}
         answer = httpx.post(f"{full.url}/v1/{path}", json={**body, "stream": stream})
-        assert answer.status_code == 429 and "requests wait" in answer.json()["error"]["message"]
+        assert answer.status_code == 429 and "waiting; try" in answer.json()["error"]["message"]
     full.close()
 
 

@@ -317,7 +317,7 @@ def test_too_many_requests_are_429(model):
     first = speaker.submit(work(heard=lambda piece: held.wait(5)))
     time.sleep(0.05)
     second = speaker.submit(work())
-    with pytest.raises(unfreeze.core.errors.UserError, match="1 requests wait"):
+    with pytest.raises(unfreeze.core.errors.UserError, match="1 request waiting"):
         speaker.submit(work())
     held.set()
     assert first.result(5) and second.result(5)

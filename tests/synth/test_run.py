@@ -131,7 +131,7 @@ def test_ctrl_c_waits_for_the_requests_under_way(serving, planned):
     assert going.returncode == 130 and "waiting for the requests under way" in said
     kept = lines(folder / "answers.jsonl")
     assert len(kept) == len(server.asked) < len(SEEDS)  # nothing that was paid for is lost
-    assert f"{len(kept)} answers are kept; the same command continues" in said
+    assert f"{len(kept)} answers kept; the same command continues" in said
     assert len(lines(folder / "rows.jsonl")) == len(kept)
 
 
@@ -160,7 +160,7 @@ def test_more_seeds_in_the_same_folder_ask_only_for_the_new_ones(serving, planne
     run(planned(server.url))
     more = [*SEEDS, {"id": "new", "question": "And this?", "answer": "This weighs nothing."}]
     folder = planned(server.url, seeds=more, say=shown.append)
-    assert shown[0].startswith("13 seeds, 1 requests (12 more have their answer)")
+    assert shown[0].startswith("13 seeds, 1 request (12 more have their answer)")
     _, written, _ = run(folder)
     assert written.rows == 13 and len(server.asked) == 13
 

@@ -13,6 +13,18 @@ from pathlib import Path
 
 from unfreeze.core.errors import CheckpointError
 
+ONE = {"files": "file", "tensors": "tensor", "weights": "weight", "entries": "entry"}
+OF_ONE = {
+    "are": "is",
+    "have": "has",
+    "do": "does",
+    "overlap": "overlaps",
+    "leave": "leaves",
+    "disagree": "disagrees",
+    "their": "its",
+    "them": "it",
+}
+
 
 @dataclass
 class Faults:
@@ -38,9 +50,21 @@ class Faults:
         if not self:
             return
         of_total = f" of {self.total:,}" if self.total else ""
-        counted = "; ".join(f"{count:,}{of_total} {kind}" for kind, count in self.counts.items())
+        kinds = {kind: count > 1 or bool(of_total) for kind, count in self.counts.items()}
+        counted = "; ".join(
+            f"{self.counts[kind]:,}{of_total} {kind if several else _of_one(kind)}"
+            for kind, several in kinds.items()
+        )
         cause = f". Likely cause: {self.cause}" if self.cause else ""
         raise CheckpointError(f"{self.where}: {counted}; first: {self.first}{cause}", next=next)
+
+
+def _of_one(kind: str) -> str:
+    """'files are truncated' -> 'file is truncated'. The first noun is what is counted."""
+    words = [OF_ONE.get(word, word) for word in kind.split()]
+    at = next(at for at, word in enumerate(words) if word in ONE)
+    words[at] = ONE[words[at]]
+    return " ".join(words)
 
 
 def refuse_twice(folder: Path, names: Sequence[str], single: str, index: str) -> None:

@@ -474,7 +474,7 @@ def _check_layout(file: Path, infos: list[TensorInfo], start: int, size: int, fa
         end += info.nbytes
     if end > size:
         cut = f"{sum(info.offset + info.nbytes > size for info in infos)} of its {len(infos)} tensors"
-        detail = f"{file.name} has {size:,} bytes, its header describes {end:,} ({cut} are cut off)"
+        detail = f"{file.name} has {size:,} bytes, its header describes {end:,} (cut off: {cut})"
         faults.add("files are truncated", detail, cause="an unfinished download")
     elif end < size:
         faults.add(

@@ -11,6 +11,7 @@ from unfreeze.config.parse import writing
 from unfreeze.core.command import Common
 from unfreeze.core.draws import number
 from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.core.units import plural
 from unfreeze.job.opening.device import load_shown, say
 from unfreeze.teach.address import is_url, refuse_without_library
 from unfreeze.teach.answers import TOGETHER, Answer, Ask, TeacherAnswers
@@ -49,7 +50,7 @@ def answer_rows(config: Config, common: Common) -> dict[str, Any]:
     missing = answers.missing(rows)
     show = say(common)
     if missing and len(missing) < len(rows):
-        show(f"{out} has answers to {len(rows) - len(missing)} of {len(rows)} rows; continuing")
+        show(f"{out} has answers to {len(rows) - len(missing)} of {plural(len(rows), 'row')}; continuing")
     if missing:
         ask = _from_server(config, missing, common) if url else _from_model(config, common)
         last_shown = time.monotonic()
@@ -57,7 +58,7 @@ def answer_rows(config: Config, common: Common) -> dict[str, Any]:
             for written in answers.write(rows, ask, together=TOGETHER if url else AT_ONCE):
                 if time.monotonic() - last_shown > SAY_EVERY:
                     last_shown = time.monotonic()
-                    show(f"{written.answered + written.left_out} of {len(rows)} rows answered")
+                    show(f"{written.answered + written.left_out} of {plural(len(rows), 'row')} answered")
     count = answers.count
     if count.left_out:
         show(
@@ -66,7 +67,7 @@ def answer_rows(config: Config, common: Common) -> dict[str, Any]:
             f" {2 * config.max_new_tokens} cuts fewer)"
         )
     if not common.json:
-        print(f"{out}: {count.answered} rows. next: unfreeze sft --model STUDENT --data {out}")
+        print(f"{out}: {plural(count.answered, 'row')}. next: unfreeze sft --model STUDENT --data {out}")
     return {"path": str(out), "answered": count.answered, "left_out": count.left_out}
 
 
@@ -111,7 +112,7 @@ def _from_server(config: Config, missing: Sequence[Conversation], common: Common
     )
     read, written = sum(map(most_tokens, missing)), config.max_new_tokens * len(missing)
     if line := budget.worst(client.url, read, written):
-        say(common)(f"{len(missing)} rows: {line}")
+        say(common)(f"{plural(len(missing), 'row')}: {line}")
     settings: dict[str, Any] = {
         "max_tokens": config.max_new_tokens,
         "temperature": config.temperature,

@@ -25,6 +25,7 @@ from unfreeze.config.parse import Files, Frozen, ModelName, parse, refuse_second
 from unfreeze.core.command import Common
 from unfreeze.core.draws import SEEDS
 from unfreeze.core.errors import UserError
+from unfreeze.core.units import plural
 from unfreeze.job.merge_aware import refuse_beside
 from unfreeze.job.opening.device import load_shown
 
@@ -170,7 +171,7 @@ class Speed:
             return "no tokens"
         first, last, count = self.tokens[0], self.tokens[-1], len(self.tokens)
         then = f", then {(count - 1) / (last - first):,.1f} tokens/s" if last > first else ""
-        return f"{count} token{'s' * (count > 1)}, the first after {first - self.begin:.2f} s{then}"
+        return f"{plural(count, 'token')}, the first after {first - self.begin:.2f} s{then}"
 
 
 @dataclass

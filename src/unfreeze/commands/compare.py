@@ -19,6 +19,7 @@ from tyro.conf import Positional, arg
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.units import plural
 from unfreeze.report import compare
 from unfreeze.report.page import write_page
 from unfreeze.report.run import RunFolder
@@ -66,7 +67,7 @@ def refuse_folder_of_runs(runs: Sequence[str]) -> None:
     if folder is None or (folder / "events.jsonl").exists():
         return
     if inside := sorted(folder.glob("*/events.jsonl")):
-        raise ConfigError(f"{folder} holds {len(inside)} runs", next=f"unfreeze compare {folder}/*")
+        raise ConfigError(f"{folder} holds {plural(len(inside), 'run')}", next=f"unfreeze compare {folder}/*")
 
 
 def show_runs(runs: list[RunFolder], console: Console) -> None:

@@ -23,7 +23,7 @@ from unfreeze.config.parse import Files, Folder, Frozen, from_file, parse, writi
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.field import about
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.tracking.console import PipeConsole
 from unfreeze.tracking.live import EncodeProgress
 
@@ -103,7 +103,7 @@ def show(ledger: Mapping[str, Any], out: str, console: PipeConsole) -> None:
     table.add_row("kept", *_numbers(ledger["kept"]), cut(", ".join(f"{n:,} {l}" for l, n in languages)))
     console.print(table)
     written = ledger["written"]
-    files = f"{len(ledger['files'])} file{'s' * (len(ledger['files']) != 1)}"
+    files = plural(len(ledger["files"]), "file")
     console.print(
         f"{out}: {files}, {format_bytes(written['bytes'])} of JSON lines, and ledger.json", markup=False
     )

@@ -25,6 +25,7 @@ from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.field import about
+from unfreeze.core.units import plural
 from unfreeze.job.data import document_tokens, longer_by
 from unfreeze.tracking.console import PipeConsole
 from unfreeze.tracking.live import EncodeProgress
@@ -374,7 +375,7 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     for title, (name, total) in {**lists, "duplicates": ("repeats", stats["duplicates"])}.items():
         if total:
             say(
-                f"{title}: {total} rows"
+                f"{title}: {plural(total, 'row')}"
                 + (f", the first {len(stats[name])}" if total > len(stats[name]) else "")
             )
         for item in stats[name]:
@@ -384,6 +385,6 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     for shown in facts["samples"]:
         cut = f", {shown['cut']} cut" if shown["cut"] else ""
         side = f", {shown['side']}" if "side" in shown else ""
-        taught = f"{len(shown['tokens'])} tokens, {shown['supervised']} supervised{cut}"
+        taught = f"{plural(len(shown['tokens']), 'token')}, {shown['supervised']} supervised{cut}"
         say(f"\nrow {shown['row']}{side}: {taught} ({legend})", style="bold")
         say(coloured(shown, colour=console.is_terminal))

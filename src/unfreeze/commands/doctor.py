@@ -32,6 +32,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.field import about
+from unfreeze.core.units import plural
 from unfreeze.job.doctor.checks import Finding, examine
 from unfreeze.job.parts import Parts
 from unfreeze.recipes import grpo, prefer, sft
@@ -109,8 +110,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     count = {level: sum(finding.level == level for finding in findings) for level in ("fault", "warn")}
     if not common.quiet:
         summary = (
-            f"{counted(count['fault'], 'fault')}, {counted(count['warn'], 'warning')} in"
-            f" {counted(len(findings), 'check')}"
+            f"{plural(count['fault'], 'fault')}, {plural(count['warn'], 'warning')} in"
+            f" {plural(len(findings), 'check')}"
         )
         print(summary, file=sys.stderr if common.json else sys.stdout)
     return {
@@ -193,10 +194,6 @@ def bundled(config: Config, common: Common) -> dict[str, Any]:
     if not common.quiet:
         print(f"{file}: read it before you send it", file=sys.stderr if common.json else sys.stdout)
     return {"file": str(file)}
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def as_text(finding: Finding) -> str:

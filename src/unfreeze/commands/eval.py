@@ -27,6 +27,7 @@ from unfreeze.core.draws import SEEDS
 from unfreeze.core.errors import UserError
 from unfreeze.core.field import about
 from unfreeze.core.files import write_file
+from unfreeze.core.units import plural
 from unfreeze.job.opening.device import pick_device, say
 from unfreeze.report import scores as tables
 from unfreeze.report.scores import PAGE, RECORD, read_scores, write_scores
@@ -113,9 +114,8 @@ def evaluate(config: Config, common: Common, command: str = "", *, shown: bool =
             try:
                 scored, errors = score_all(tasks, subjects, kept, config, dtype, common)
             except KeyboardInterrupt:
-                message = (
-                    f"{len(kept) - again} results more are kept in {out / KEPT}; the same command continues"
-                )
+                new = plural(len(kept) - again, "result")
+                message = f"{new} more kept in {out / KEPT}; the same command continues"
                 raise KeyboardInterrupt(message) from None
             record = record_of(config, tasks, subjects, scored, errors, command)
             written = write(record, out, subjects)
@@ -150,7 +150,7 @@ def score_all(
         for task in tasks:
             if task.name in errors:
                 continue
-            shown = progress(f"{subject.shown}: {task.name}", say(common))
+            shown = progress(f"{subject.shown}: {task.name}", task.counts, say(common))
             try:
                 scored[task.name][subject.name] = task.score(model, kept, shown)
             except UserError as error:
@@ -175,15 +175,15 @@ def opened(subject: Scored, before: Model | None, config: Config, dtype: str, co
     return model
 
 
-def progress(what: str, line: Callable[[str], None]) -> Callable[[int, int], None]:
-    """Return a function that says how far a task is, every SAY_EVERY seconds."""
+def progress(what: str, counts: str, line: Callable[[str], None]) -> Callable[[int, int], None]:
+    """Return a function that says how far a task is, every SAY_EVERY seconds. counts: one of its parts."""
     last = time.monotonic()
 
     def shown(done: int, total: int) -> None:
         nonlocal last
         if time.monotonic() - last > SAY_EVERY:
             last = time.monotonic()
-            line(f"{what}: {done:,} of {total:,}")
+            line(f"{what}: {done:,} of {plural(total, counts)}")
 
     return shown
 

@@ -10,7 +10,7 @@ from unfreeze.config.parse import writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.files import write_file
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.job.opening.device import say
 from unfreeze.job.opening.source import open_as_trained
 from unfreeze.tracking.live import LoadProgress
@@ -59,7 +59,7 @@ def export_gguf(config: Asked, common: Common) -> dict[str, Any]:
         raise ConfigError(f"{config.run} has no adapter: it is a whole model", next="without --adapter-only")
     path = _path(config)
 
-    from unfreeze.compress.gguf.file import check_disk, nbytes, need_gguf, write_gguf
+    from unfreeze.compress.gguf.file import nbytes, need_gguf, write_gguf
 
     need_gguf()
     import torch
@@ -73,24 +73,19 @@ def export_gguf(config: Asked, common: Common) -> dict[str, Any]:
     # refuse everything that can be refused before writing a byte
     model = models.meta_model(shape, manifest, torch.float32)
     deltas = Deltas(model, source.adapter) if source.adapter is not None else None
-    if deltas is not None and not config.adapter_only and (deltas.rows or deltas.embeddings is not None):
-        raise ConfigError(
-            f"{config.run} changed the embeddings of its base, which a GGUF takes from a merged folder",
-            next=f"unfreeze merge {config.run} --to bf16, then export the merged folder",
-        )
     weights, to = Weights(manifest, model, deltas or NoChanges()), config.type.upper()
     lines: list[str] = []
     vocabulary: Vocabulary | None = None
     if deltas is not None and config.adapter_only:
         tensors, table = planned_lora(weights, deltas, family)
     else:
-        vocabulary = vocabulary_of(manifest.path, shape.vocab_size, family.arch)
+        shape = weights.shape  # with the adapter's new tokens
+        vocabulary = vocabulary_of(manifest.tokens, shape.vocab_size, family.arch, manifest.path)
         tensors = planned(weights, family, to)
         own = {f"{family.arch}.{key}": value for key, value in settings(shape, family)}
         table = {"general.type": "model", "general.file_type": FILE_TYPES[to], **own}
         lines = [*remarks(shape, family), *vocabulary.remarks]
     table = {"general.name": _name(config, source), "general.quantization_version": 2, **table}
-    check_disk(path, tensors)
     with writing(path.parent, "out"), LoadProgress("export", quiet=common.quiet) as progress:
         add = [vocabulary.add_to] if vocabulary is not None else []
         write_gguf(path, family.arch, table, tensors, add, progress)
@@ -139,7 +134,8 @@ def _modelfile(path: Path, manifest: Manifest, source: ModelSource, vocabulary: 
     from unfreeze.data.tokens.tokenizer import load_tokenizer
 
     assert vocabulary is not None
-    tokenizer = load_tokenizer(manifest.path, template_variables=template_values(source.template_variables))
+    variables = template_values(source.template_variables)
+    tokenizer = load_tokenizer(manifest.tokens, template_variables=variables, base=manifest.path)
     form = form_of(_renderer(tokenizer)) if tokenizer.template is not None else None
     file = path.parent / MODELFILE
     write_file(file, modelfile(path.name, form, vocabulary.stops))
@@ -160,7 +156,7 @@ def _renderer(tokenizer: Tokenizer) -> Any:
 def _said_of(path: Path, config: Asked, weights: Weights, tensors: int, beside: str) -> Iterator[str]:
     """Say the file that was written, and the command that reads it."""
     size = format_bytes(path.stat().st_size)
-    yield f"wrote {path}: {tensors} tensors of {weights.shape.kind}, {size}"
+    yield f"wrote {path}: {plural(tensors, 'tensor')} of {weights.shape.kind}, {size}"
     if config.adapter_only:
         yield f"llama-cli -m BASE.gguf --lora {path}"
     elif beside:

@@ -17,6 +17,7 @@ from unfreeze.config.parse import Folder, Frozen, ModelName, parse, refuse_secon
 from unfreeze.core.command import Common
 from unfreeze.core.draws import SEEDS
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.units import plural
 from unfreeze.job.opening.device import load_shown, say
 
 if TYPE_CHECKING:
@@ -105,11 +106,11 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     if not common.json:
         print(done.text if model.tokenizer is not None else " ".join(map(str, done.tokens)))
     if interrupted:
-        show(f"interrupted after {len(done.tokens)} tokens")
+        show(f"interrupted after {plural(len(done.tokens), 'token')}")
     elif done.finish_reason == "length":
         positions = model.decoder.shape.max_positions
         full = f"the model's {positions} positions are full" if done.stop_reason == "window" else LIMIT
-        show(f"stopped after {len(done.tokens)} tokens: {full}")
+        show(f"stopped after {plural(len(done.tokens), 'token')}: {full}")
     result = {"text": done.text, "tokens": done.tokens, "finish_reason": done.finish_reason}
     return {**result, "stop_reason": done.stop_reason, **({"exit_code": 130} if interrupted else {})}
 

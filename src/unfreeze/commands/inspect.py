@@ -21,7 +21,7 @@ from tyro.conf import Positional, arg
 from unfreeze.config.parse import Frozen, parse
 from unfreeze.core.command import Common
 from unfreeze.core.dtypes import FLOATS
-from unfreeze.core.units import format_bytes, format_count
+from unfreeze.core.units import format_bytes, format_count, plural
 from unfreeze.tracking.console import PipeConsole
 
 if TYPE_CHECKING:
@@ -349,7 +349,7 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     if facts["expanded_bytes"] is not None:
         expanded = f"; {format_bytes(facts['expanded_bytes'])} if expanded to bf16"
     here = (
-        f"{facts['files']} files{expanded}; format {facts['format']}; tokenizer"
+        f"{plural(facts['files'], 'file')}{expanded}; format {facts['format']}; tokenizer"
         f" {'present' if facts['tokenizer'] else 'absent (token ids only)'}"
         if facts["files"]
         else f"from config.json alone{expanded}; format {facts['format']}"

@@ -23,7 +23,7 @@ from rich.table import Table
 from unfreeze.config.parse import USERS_OWN, Folder, Frozen, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, nearest
-from unfreeze.core.units import format_seconds
+from unfreeze.core.units import format_seconds, plural
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +125,7 @@ def measure_cells(config: MeasureConfig, common: Common) -> dict[str, Any]:
         "CUDA events, the L2 cache overwritten before each sample"
         if device.type == "cuda"
         else (
-            f"{torch.get_num_threads()} threads, wall clock"
+            f"{plural(torch.get_num_threads(), 'thread')}, wall clock"
             if torch.get_num_threads() > 1
             else "1 thread, CPU time"
         )
@@ -164,7 +164,7 @@ def measure_cells(config: MeasureConfig, common: Common) -> dict[str, Any]:
         save_records(file, rows, ops)
     seconds = time.perf_counter() - begun
     interrupted = "" if finished else "; interrupted: ops not measured keep their old records"
-    say(f"{len(rows)} rows in {file}, {format_seconds(seconds)}{interrupted}")
+    say(f"{plural(len(rows), 'row')} in {file}, {format_seconds(seconds)}{interrupted}")
     return {
         "device": device_key(device),
         "file": str(file),

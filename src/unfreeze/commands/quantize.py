@@ -118,15 +118,21 @@ def quantize(config: Config, common: Common) -> dict[str, Any]:
             " which the search of scales does not know",
             next="--method gptq",
         )
-    manifest, out = open_checkpoint(config.model, progress=say(common)), Path(config.out)
-    if out.resolve() == manifest.path.resolve():
-        raise ConfigError(f"out = {out} is the model's own folder", next="give another folder")
 
+    from unfreeze.compress import shards
     from unfreeze.compress.quantize import write as by_shards
     from unfreeze.compress.quantize.work import quantize_work
 
+    out, new = Path(config.out), f"a new folder: --out {config.out}-{config.to}"
+    if out.resolve() != Path(config.model).resolve():
+        shards.refuse_others(by_shards.Record({}), out, new)  # before a model is downloaded
+    manifest = open_checkpoint(config.model, progress=say(common))
+    if out.resolve() == manifest.path.resolve():
+        raise ConfigError(f"out = {out} is the model's own folder", next="give another folder")
+
     # refuse everything that can be refused before writing a byte
     work = quantize_work(manifest, config.to, config.modules)
+    by_shards.refuse_other_weights(work, out, new)
     assert work.packing is not None
     if (tokenizer := manifest.path / "tokenizer.json").is_file():
         read_object(tokenizer, CheckpointError)  # carried over: with a cut one the result would not load

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import ConfigError, DataError, DoesNotFit
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.tracking.live import LoadProgress
 
 if TYPE_CHECKING:
@@ -75,10 +75,11 @@ def rows_of(
             own, held = split_by_content(own, HELD_OUT)
         except ConfigError:
             raise DataError(
-                f"{calibrate} has {len(own)} rows; a tenth is to be held out, which leaves one side empty",
+                f"{calibrate} has {plural(len(own), 'row')}; a tenth is to be held out, which leaves one side"
+                " empty",
                 next="give more rows, or other ones with --measure FILE",
             ) from None
-        source = f"{len(held):,} rows held out of {Path(calibrate).name}"
+        source = f"{plural(len(held), 'row')} held out of {Path(calibrate).name}"
     return Rows(
         list(validation_batches(own, TOKENS)) if own is not None else [],
         list(validation_batches(held, TOKENS)),

@@ -30,7 +30,7 @@ from unfreeze.config.device import Device
 from unfreeze.config.parse import Files, Folder, Frozen, ModelName, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.core.units import format_seconds
+from unfreeze.core.units import format_seconds, plural
 from unfreeze.job.opening.device import say
 
 if TYPE_CHECKING:
@@ -136,10 +136,10 @@ def _served(
             print(usage(endpoint.url, names[-1], config), file=out, flush=True)
         signals.stop.wait()
         running = len(service.gate.visits)
-        some = f"{running} request{'s' * (running != 1)} may still take {config.drain:g} s; Ctrl-C: at once"
+        some = f"{plural(running, 'request')} may still take {config.drain:g} s; Ctrl-C: at once"
         tell(f"ending: {some if running else 'no request is running'}")
         left = service.drain(config.drain, signals.hurry)
-        tell(f"ended; {left} requests were cut off" if left else "ended; every request was answered")
+        tell(f"ended; cut off: {plural(left, 'request')}" if left else "ended; every request was answered")
     finally:
         served.close()
     return {"url": f"{endpoint.url}/v1", "models": names, "requests": dict(service.metrics.outcomes)}

@@ -19,6 +19,7 @@ from tyro.conf import Positional, arg
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, UserError, nearest
+from unfreeze.core.units import plural
 from unfreeze.job.opening.device import say
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def run(config: RunConfig, common: Common) -> dict[str, Any]:
             fault, more = _online(at, config) if online else _batched(at, config, show)
         except KeyboardInterrupt:
             at.rows(out)
-            words = f"{len(at.kept.known):,} answers are kept; the same command continues"
+            words = f"{plural(len(at.kept.known), 'answer')} kept; the same command continues"
             raise KeyboardInterrupt(words) from None
         with writing(out.parent if out else folder, "out"):
             written = at.rows(out)
@@ -130,11 +131,12 @@ def run(config: RunConfig, common: Common) -> dict[str, Any]:
     for reason, count in written.left_out.most_common(MOST_REASONS):
         show(f"left out: {count:,}: {reason}")
     if written.usage_refused:
-        show(f"warning: the usage of {written.usage_refused:,} answers was refused: {written.usage_fault}")
+        answers = plural(written.usage_refused, "answer")
+        show(f"warning: the usage of {answers} was refused: {written.usage_fault}")
     if fault is not None:
         raise fault
     if not common.json:
-        print(f"{written.path}: {written.rows:,} rows. next: {_next(at, written.path)}")
+        print(f"{written.path}: {plural(written.rows, 'row')}. next: {_next(at, written.path)}")
     return result
 
 
@@ -160,7 +162,7 @@ def _batched(
         with writing(config.batch, "batch"):
             files = write_batches(at, Path(config.batch), again=config.again)
         result["files"] = list(map(str, files))
-        show(f"{len(files)} files in {config.batch}; {at.money}")
+        show(f"{plural(len(files), 'file')} in {config.batch}; {at.money}")
     return at.over(), result
 
 

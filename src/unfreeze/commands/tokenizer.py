@@ -28,7 +28,7 @@ from unfreeze.core.draws import SEEDS
 from unfreeze.core.errors import ConfigError, DataError, nearest
 from unfreeze.core.field import about
 from unfreeze.core.files import refuse_taken, write_folder
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.tracking.console import PipeConsole
 from unfreeze.tracking.live import TokenizerProgress
 
@@ -154,11 +154,11 @@ def train(config: Config, common: Common) -> dict[str, Any]:
 
 def _print_trained(facts: dict[str, Any], config: Config, console: Console) -> None:
     say = partial(console.print, markup=False, soft_wrap=True)
-    sizes = facts["vocabulary"]
+    sizes, documents = facts["vocabulary"], plural(facts["documents"], "document")
     say(
         f"{facts['path']}: {sizes['total']:,} ids (256 bytes, {facts['merges']:,} merges,"
         f" {sizes['total'] - sizes['base']} special, {facts['reserved']} of them reserved), from"
-        f" {facts['documents']:,} documents, {format_bytes(facts['bytes'])}, in {facts['seconds']:.1f} s",
+        f" {documents}, {format_bytes(facts['bytes'])}, in {facts['seconds']:.1f} s",
         style="bold",
     )
     if facts["bad_rows"]:
@@ -168,7 +168,7 @@ def _print_trained(facts: dict[str, Any], config: Config, console: Console) -> N
         say("held out     documents     bytes per token")
     else:
         say(
-            f"nothing was held out (share {config.held_out:g} of {facts['documents']:,} documents) to measure"
+            f"nothing was held out (share {config.held_out:g} of {documents}) to measure"
             " bytes per token: --held-out 0.2"
         )
     for kind, row in facts["held_out"].items():

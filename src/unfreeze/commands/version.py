@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unfreeze
 from unfreeze.core.source import commit
+from unfreeze.core.units import plural
 
 
 def version() -> dict[str, str | None]:
@@ -29,7 +30,7 @@ def device() -> str:
         counts = {name: names.count(name) for name in names}
         gpus = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
         return f"{gpus} (CUDA {torch.version.cuda})"
-    return f"{processor()} ({device_key(torch.device('cpu'))}, {num_cores()} cores)"
+    return f"{processor()} ({device_key(torch.device('cpu'))}, {plural(num_cores(), 'core')})"
 
 
 def line(known: dict[str, str | None]) -> str:

@@ -21,7 +21,7 @@ from unfreeze.checkpoint.manifest import INDEX
 from unfreeze.checkpoint.save import write_file
 from unfreeze.checkpoint.shard import Shard, file_bytes, sha256_of
 from unfreeze.core.errors import ConfigError, DoesNotFit
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.quant.codec import Part, as_table, parts_nbytes
 from unfreeze.untrusted.json_object import read_object
 
@@ -47,7 +47,11 @@ F = TypeVar("F", bound=Planned)
 
 @dataclass
 class Record:
-    """The inputs and the finished files of a folder. file: the record's name there. noun: names the work."""
+    """The inputs and the finished files of a folder.
+
+    file: the record's name there. noun: names the work. absent: inputs that older records lack, with the
+    value that they had.
+    """
 
     inputs: dict[str, Any]
     shards: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
@@ -55,6 +59,12 @@ class Record:
     more: dict[str, Any] = field(default_factory=dict[str, Any])
     file: str = ""
     noun: str = ""
+    absent: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def a_noun(self) -> str:
+        """The noun with its article."""
+        return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
 
     def write(self, out: Path) -> None:
         whole = {"version": VERSION, "finished": self.finished, "inputs": self.inputs, **self.more}
@@ -65,21 +75,26 @@ class Record:
 R = TypeVar("R", bound=Record)
 
 
+def refuse_others(record: Record, out: Path, next: str = "give an empty or new folder") -> None:
+    """Raise ConfigError for a file, and for a folder with files but without this work's record."""
+    if out.is_file():
+        raise ConfigError(f"out = {str(out)!r} is a file, not a folder", next="give another folder")
+    if out.is_dir() and not (out / record.file).is_file():
+        others = sorted(path.name for path in out.iterdir() if ".unfinished-" not in path.name)
+        if others:
+            raise ConfigError(f"{out} holds {others[0]}, not {record.a_noun}", next=next)
+
+
 def begun(record: R, out: Path) -> R:
     """Fill an empty record with the progress in `out`; it stays empty if the folder is new or empty.
 
     Raises ConfigError for a folder with anything else in it, and for one of other inputs.
     """
-    if out.is_file():
-        raise ConfigError(f"out = {str(out)!r} is a file, not a folder", next="give another folder")
-    a_noun = f"{'an' if record.noun[0] in 'aeiou' else 'a'} {record.noun}"
+    refuse_others(record, out)
     if not (out / record.file).is_file():
-        mine = [path for path in out.iterdir() if ".unfinished-" not in path.name] if out.is_dir() else []
-        if mine:
-            raise ConfigError(f"{out} holds {mine[0].name}, not {a_noun}", next="give an empty or new folder")
         return record
     stored = read_object(out / record.file, ConfigError)
-    before, shards = as_table(stored.get("inputs")) or {}, stored.get("shards")
+    before, shards = {**record.absent, **(as_table(stored.get("inputs")) or {})}, stored.get("shards")
     if not isinstance(shards, dict) or not all(as_table(entry) for entry in shards.values()):
         raise damaged(record, out)
     other = [name for name in record.inputs if before.get(name) != record.inputs[name]]
@@ -88,7 +103,7 @@ def begun(record: R, out: Path) -> R:
         flags = [f"with --{name} {before.get(name)}" for name in other if name not in ("base", "adapter")]
         what = " and ".join(files + flags) or "by another version of this program"
         raise ConfigError(
-            f"{out} holds {a_noun} {what}", next="give another folder, or the same command as then"
+            f"{out} holds {record.a_noun} {what}", next="give another folder, or the same command as then"
         )
     record.shards, record.finished = dict(shards), bool(stored.get("finished"))
     known = ("version", "finished", "inputs", "shards")
@@ -157,10 +172,10 @@ def check_disk(out: Path, left: Sequence[Planned], files: int) -> None:
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     free, needed = shutil.disk_usage(existing).free, sum(file_bytes(file.parts) for file in left)
     if needed > free:
-        there = f" of {files}, {files - len(left)} are there" if len(left) < files else ""
+        there = f" more, after {files - len(left)}" if len(left) < files else ""
         raise DoesNotFit(
-            f"disk: {len(left)} files{there} take {format_bytes(needed)}; {format_bytes(free)} free for"
-            f" {out}",
+            f"disk: {format_bytes(needed)} for {plural(len(left), 'file')}{there}; {format_bytes(free)} free"
+            f" for {out}",
             next="free space, or give --out on another disk",
         )
 

@@ -33,7 +33,7 @@ from unfreeze.compress.shards import Progress, Record
 from unfreeze.compress.swapped import Difference, Wish, config_with, difference, shape_with, value_of
 from unfreeze.compress.upcycle import Made, Work, copied
 from unfreeze.core.errors import ConfigError, DoesNotFit
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.models.decoder import Decoder
 from unfreeze.models.publish import KEPT_FP32, declared_dtype
 from unfreeze.quant.spelling import on_disk
@@ -175,7 +175,8 @@ def copy(manifest: Manifest, out: Path, progress: Progress | None) -> None:
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     if needed > (free := shutil.disk_usage(existing).free):
         raise DoesNotFit(
-            f"disk: {len(left)} files take {format_bytes(needed)}; {format_bytes(free)} free for {out}",
+            f"disk: {format_bytes(needed)} for {plural(len(left), 'file')}; {format_bytes(free)} free for"
+            f" {out}",
             next="free space, or give --out on another disk",
         )
     out.mkdir(parents=True, exist_ok=True)

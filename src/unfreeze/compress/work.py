@@ -124,7 +124,7 @@ class MergeWork:
         self.packed_rules = instead if instead and split else self.rules
         self.scheme = manifest.scheme()
         disk = manifest.by_model_name()
-        self._instead = dict(_instead(self, deltas, disk))
+        self.instead = dict(_instead(self, deltas, disk))
         self.vocabulary = grown_vocabulary(self, deltas)
         self.homes = dict(_homes(self, disk))
         weights = _weights(disk, self.scheme, self.homes)
@@ -168,7 +168,7 @@ class MergeWork:
 
     def _planned(self, weight: Weight, deltas: Changes) -> Weight:
         """The weight with its plan."""
-        if (value := self._instead.get(weight.name)) is not None:
+        if (value := self.instead.get(weight.name)) is not None:
             dense = weight.parts[""]
             dtype = "BF16" if self.to == "bf16" and _is_matrix(weight) else dense.dtype
             outputs = {dense.name: (dtype, tuple(value.shape))}

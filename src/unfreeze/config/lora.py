@@ -46,7 +46,8 @@ class LoraConfig(BaseModel):
         min_length=1,
         description=(
             "all-linear (linear layers and routed experts, not lm_head, embeddings, router, indexer),"
-            " experts, attention, mlp, shared_experts, indexer, or module names and globs such as *.q_proj"
+            " experts, attention, mlp, shared_experts, indexer, or module names and globs such as *.q_proj;"
+            " spaces or commas between them"
         ),
         json_schema_extra=about("Adapters", was="targets"),
     )
@@ -113,12 +114,14 @@ class LoraConfig(BaseModel):
         json_schema_extra=about("Adapters", alias="new_tokens", since="0.3"),
     )
 
-    @field_validator("train_too", mode="before")
+    @field_validator("targets", "train_too", mode="before")
     @classmethod
     def _separated(cls, value: Any) -> Any:
         """Split at commas: "norm,*.gate" is two names."""
-        words: list[Any] = [value] if isinstance(value, str) else list(value) if value else []
-        if not all(isinstance(word, str) for word in words):
+        words: Any = [value] if isinstance(value, str) else value or ()
+        if not isinstance(words, (list, tuple)):
+            return value
+        if not all(isinstance(word, str) for word in cast(list[Any], words)):
             return value
         return tuple(
             part.strip() for word in cast(list[str], words) for part in word.split(",") if part.strip()

@@ -32,6 +32,11 @@ def format_count(count: float) -> str:
     return f"{value:.3g} T"
 
 
+def plural(count: int, noun: str) -> str:
+    """(1, "row") -> '1 row', (1234, "row") -> '1,234 rows'."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_flops(count: float) -> str:
     """2.01e12 -> '2.01 TFLOP'."""
     for size, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):

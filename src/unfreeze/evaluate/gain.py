@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from unfreeze.core.units import plural
 from unfreeze.report.learnt import errors
 
 ENOUGH = 0.9  # warn about a smaller share
@@ -90,7 +91,7 @@ class Gain:
         """Return the figures in one line. file: source of the rows, "" for those that the run held out."""
         kind = f" ({self.loss})" if self.loss else ""
         on = f"{self.figure}{kind} on {file}," if file else f"held-out {self.figure}{kind} on"
-        rows = f"{self.rows:,} {self.unit}{'' if self.rows == 1 else 's'}"
+        rows = plural(self.rows, self.unit)
         losses = f"base {self.base:.3f}, with adapter {self.adapter:.3f}, merged {self.merged:.3f}"
         return f"{on} {rows}: {losses}"
 

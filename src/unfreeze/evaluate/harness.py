@@ -51,6 +51,8 @@ def harness_tasks(names: Sequence[str], settings: Settings | None = None) -> lis
 class HarnessTask:
     """One task, or one group of tasks, of lm-eval."""
 
+    counts = "request"
+
     def __init__(self, name: str, settings: Settings):
         self.name, self.settings = name, settings
         self.digest = ""

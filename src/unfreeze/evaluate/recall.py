@@ -78,6 +78,8 @@ class RecallTask:
     columns  depths, 0 the beginning to 1 the end; or numbers of pairs
     """
 
+    counts = "text"
+
     def __init__(self, name: str, settings: Settings):
         self.name, self.settings = name, settings
         self.needle = name == "needle"

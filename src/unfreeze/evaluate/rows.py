@@ -53,7 +53,7 @@ class RowsTask:
         self.name, self.file, self.metric, self.settings = name, file, metric, settings
         self._grade, self._own, self._check_of, self._identity = grade, own, check_of, identity
         self.rows: list[Conversation] = []
-        self.digest = ""
+        self.digest, self.counts = "", "row" if grade is not None else "choice"
 
     def check(self) -> None:
         """Read the rows. Raises DataError without any, or for one whose answer cannot be used."""

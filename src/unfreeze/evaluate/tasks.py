@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from unfreeze.generate.model import Model
 
 Shown = Callable[[int, int], None]
-"""(items done, all items), called after each batch."""
+"""(done, all) of what a task counts (`Task.counts`), called after each batch."""
 
 
 def unseen(done: int, total: int) -> None:
@@ -84,6 +84,7 @@ class Task(Protocol):
 
     name    as the user wrote it: "rows:test.jsonl:exact", "hellaswag"
     digest  hash of all that decides a score beside the model: items, metric, sampling. Known after `check`
+    counts  one of what it computes and `shown` counts, such as "window": an item may need several, or a part
     """
 
     @property
@@ -91,6 +92,9 @@ class Task(Protocol):
 
     @property
     def digest(self) -> str: ...
+
+    @property
+    def counts(self) -> str: ...
 
     def check(self) -> None:
         """Read what can be read before a model is loaded. Raises UserError for what is missing or wrong."""

@@ -50,6 +50,8 @@ class TextTask:
     A text file is one text; of a data file (.jsonl, .csv, …) each row's "text" is one.
     """
 
+    counts = "window"
+
     def __init__(self, name: str, file: Path, settings: Settings):
         self.name, self.file, self.settings = name, file, settings
         self.texts: list[str] = []

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, UserError
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.data.packing.batches import pack
 from unfreeze.data.store.examples import Example
 from unfreeze.data.tokens.tokenizer import StreamDecoder
@@ -255,7 +255,7 @@ class Engine:
         fit = int(CACHE_SHARE * hardware(self.model.device).available) // (cache + row.logits(self.num_ids))
         (rows,) = self.agreed([max(1, min(wanted, fit))])
         if rows < wanted:
-            self.say(f"{wanted:,} rows: {rows:,} at once ({format_bytes(rows * cache)} of cache)")
+            self.say(f"{plural(wanted, 'row')}: {rows:,} at once ({format_bytes(rows * cache)} of cache)")
         return rows
 
 

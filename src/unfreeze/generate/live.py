@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.core.units import plural
 from unfreeze.generate.answer import Completion, Piece, Row, completed
 from unfreeze.generate.choosing import Choice, Wish, choose_each
 from unfreeze.generate.engine import Engine, batch_of
@@ -141,7 +142,7 @@ class Live:
     def release(self) -> None:
         """Forget cache and recording: weights may change. Raises UserError while answers are sampled."""
         if self._of:
-            raise UserError(f"{len(self._of)} answers are being sampled; wait for them")
+            raise UserError(f"still sampling {plural(len(self._of), 'answer')}: wait for the end")
         self.places = self._step = None
         self._look()
 

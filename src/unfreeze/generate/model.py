@@ -19,6 +19,7 @@ from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.config.adapter import packed_as
 from unfreeze.config.template import template_values
 from unfreeze.core.errors import ConfigError, UserError, nearest
+from unfreeze.core.units import plural
 from unfreeze.data.tokens.masks import encode_chat, encode_prompt
 from unfreeze.data.tokens.tokenizer import Tokenizer, check_vocab, has_tokenizer, load_tokenizer
 from unfreeze.generate.answer import Completion, Piece
@@ -120,7 +121,7 @@ class Model:
     def __repr__(self) -> str:
         shape = self.decoder.shape
         return (
-            f"<unfreeze.Model {shape.kind}: {shape.num_layers} layers, hidden size"
+            f"<unfreeze.Model {shape.kind}: {plural(shape.num_layers, 'layer')}, hidden size"
             f" {shape.hidden_size}{shape.expert_words}, on {self.decoder.device}>"
         )
 

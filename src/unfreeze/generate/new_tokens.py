@@ -17,6 +17,7 @@ import tokenizers
 from unfreeze.checkpoint.manifest import inside
 from unfreeze.checkpoint.save import write_file
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.units import plural
 from unfreeze.data.tokens.tokenizer import FILES, Tokenizer
 
 MAX_BYTES = 10_000_000
@@ -109,8 +110,8 @@ def add_tokens(source: Path, tokenizer: Tokenizer, tokens: Sequence[NewToken], f
         )
     if there := [token.text for token in tokens if tokenizer.token_id(token.text) is not None]:
         raise ConfigError(
-            f"lora.new_tokens: the tokenizer has {len(there)} of the {len(tokens)} tokens already; first:"
-            f" {there[0]!r:.60}",
+            f"lora.new_tokens: the tokenizer has {len(there)} of {plural(len(tokens), 'token')} already;"
+            f" first: {there[0]!r:.60}",
             next="remove them from the file",
         )
     parts = [tuple(tokenizer.encode(token.text, specials=False)) for token in tokens]

@@ -18,7 +18,7 @@ from unfreeze.config.parse import writing as written
 from unfreeze.core.command import Common
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.core.torchrun import started
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.job.data import check_vocabulary, longer_by, sequence_length
 from unfreeze.job.end.folder import with_files
 from unfreeze.job.opening.device import pick_device, say
@@ -116,8 +116,8 @@ def ask_ahead(config: Config, parts: Parts, common: Common) -> dict[str, Any]:
         writing.finish(documents=documents, tokens=supervised)
     size = sum(path.stat().st_size for path in writing.folder.glob("part-*"))
     show(
-        f"{writing.folder}: {supervised:,} tokens of {documents:,} documents, {coding.nbytes} bytes a token,"
-        f" {format_bytes(size)}"
+        f"{writing.folder}: {supervised:,} tokens of {plural(documents, 'document')},"
+        f" {coding.nbytes} bytes a token, {format_bytes(size)}"
     )
     show(f"next: the same command with --teacher {writing.folder} instead of --prepare")
     return {
@@ -145,7 +145,7 @@ def _ask_all(
     try:
         for examples, batch in chain([first], batches):
             ask(writing, model, examples, batch.to(device))
-            show(f"asked about {len(writing.done) - before:,} documents")
+            show(f"asked about {plural(len(writing.done) - before, 'document')}")
     finally:  # also on Ctrl-C: keep the outputs so far
         writing.flush()
 

@@ -18,6 +18,7 @@ from unfreeze.config.tables import Data, Optimizer, Training
 from unfreeze.config.template import template_time, template_values
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.core.units import plural
 from unfreeze.job.opening.processes import others
 from unfreeze.job.opening.streaming import MANY_ROWS, Followed, in_windows, shared
 from unfreeze.report.events import AT_LEAST, ENOUGH_STEPS, LEAKED, TEACH_LITTLE
@@ -380,10 +381,9 @@ def few_steps(training: Training, steps: int, in_one: int | None) -> tuple[str, 
     """
     if training.steps is not None or steps >= ENOUGH_STEPS:
         return "", ""
-    counted = "1 step" if steps == 1 else f"{steps} steps"
     return (
-        f"only {counted} of {training.tokens_per_step:,} tokens ({training.epochs:g} epochs of this data),"
-        f" {TEACH_LITTLE}",
+        f"only {plural(steps, 'step')} of {training.tokens_per_step:,} tokens"
+        f" ({training.epochs:g} epochs of this data), {TEACH_LITTLE}",
         f"--epochs {math.ceil(ENOUGH_STEPS / (in_one or steps / training.epochs))}, or fewer"
         " --tokens-per-step",
     )

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unfreeze.config.adapter import ROUNDED, RoundedAs, rounded_as
+from unfreeze.config.adapter import ROUNDED, RoundedAs, lora_of, rounded_as
 from unfreeze.core.errors import AdapterError, ConfigError
 from unfreeze.job.watch.best import forget_best
 from unfreeze.quant.bitsandbytes import Bits4
@@ -28,6 +28,8 @@ from unfreeze.quant.nvfp4 import Nvfp4
 from unfreeze.quant.requantize import BLOCK, Scales
 
 if TYPE_CHECKING:
+    import torch
+
     from unfreeze.adapters.merge_aware.begin import Roundings
     from unfreeze.checkpoint import Manifest
     from unfreeze.compress.work import MergeWork
@@ -165,7 +167,23 @@ def check_plan(plan: Plan, manifest: Manifest) -> None:
 
 
 def planned(lora: LoraConfig, model: PlannedModel) -> PlannedModel:
-    """The model that the plan counts, with `Sizes.rounding`.
+    """The model that the plan counts, with `Sizes.rounding`."""
+    size = rounding_bytes(lora, model.meta, model.dtype, model.device)
+    return replace(model, sizes=replace(model.sizes, rounding=size))
+
+
+def bytes_as_trained(meta: Decoder, adapter: Path, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes that the rounding of an adapter takes beside the model (`compute_as_trained`); 0 without one."""
+    from unfreeze.config.lora import LoraConfig
+
+    if (own := rounded_as(adapter)) is None:
+        return 0
+    lora = LoraConfig.model_validate({**lora_of(adapter), "merge_aware": own.format})
+    return rounding_bytes(lora, meta, dtype, device)
+
+
+def rounding_bytes(lora: LoraConfig, meta: Decoder, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of rounding a model, which is on meta.
 
     One matrix on each core: ΔW in float32, half of it again, Ŵ, and some temporaries of its rounding. And the
     codes of all rounded matrices, which answers and samples read.
@@ -177,7 +195,7 @@ def planned(lora: LoraConfig, model: PlannedModel) -> PlannedModel:
     from unfreeze.models.targets import chosen_by
 
     largest = codes = 0
-    for candidate, projections in chosen_by(lora, model.meta).values():
+    for candidate, projections in chosen_by(lora, meta).values():
         owner = candidate.owner
         if isinstance(owner, Experts):
             named = {owner.first: owner.gate_up_proj, "down_proj": owner.down_proj}
@@ -193,9 +211,9 @@ def planned(lora: LoraConfig, model: PlannedModel) -> PlannedModel:
                 continue
             largest = max(largest, rows * columns)
             codes += matrices * (module.codec or KIMI).nbytes(rows, columns)
-    cores = torch.get_num_threads() if model.device.type == "cpu" else 1
-    scratch = largest * (6 + model.dtype.itemsize) + TEMPORARIES * min(largest, BLOCK)
-    return replace(model, sizes=replace(model.sizes, rounding=cores * scratch + codes))
+    cores = torch.get_num_threads() if device.type == "cpu" else 1
+    scratch = largest * (6 + dtype.itemsize) + TEMPORARIES * min(largest, BLOCK)
+    return cores * scratch + codes
 
 
 class MergeAware:

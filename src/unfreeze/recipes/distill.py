@@ -18,7 +18,9 @@ from unfreeze.core.command import Common
 from unfreeze.core.metrics import OF_TEACHER
 from unfreeze.job import job
 from unfreeze.job.end.folder import typed
+from unfreeze.job.merge_aware import bytes_as_trained, compute_as_trained
 from unfreeze.job.opening.device import say
+from unfreeze.job.opening.source import open_as_trained
 from unfreeze.job.parts import Parts
 from unfreeze.job.planning.residency import refuse_answers
 from unfreeze.job.source import documents_answered, own_answers
@@ -26,6 +28,7 @@ from unfreeze.recipes import sft
 from unfreeze.teach.address import is_url, refuse_while_training
 from unfreeze.teach.chosen import teacher_of
 from unfreeze.teach.on_policy import OnPolicy
+from unfreeze.teach.teacher import AsTrained
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
@@ -57,7 +60,7 @@ def parts(config: Config) -> Parts:
     if is_url(config.teacher):
         refuse_while_training(config.teacher, prepare=config.prepare)
         return replace(same, recipe="distill")
-    teacher = teacher_of(config)
+    teacher = teacher_of(config, AsTrained(open_as_trained, compute_as_trained, bytes_as_trained))
 
     def start(model: str, common: Common) -> Manifest:
         manifest = same.start(model, common)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 from unfreeze.core.conform import damage
 from unfreeze.core.errors import DataError, closest, looked_in
 from unfreeze.core.schema import LARGEST, DataEvent, EvalEvent, Event, SampleEvent, TrainEvent, event_kind
-from unfreeze.core.units import format_count
+from unfreeze.core.units import format_count, plural
 
 COLUMNS = 80  # terminal width
 
@@ -234,7 +234,7 @@ def data_line(account: DataEvent) -> str:
     taught = f"{100 * account.get('supervised_fraction', 0):.0f} % supervised"
     if room:
         tokens, taught = tokens - room * account.get("examples", 0), f"room for {room:,} more in each"
-    rows = f"{account.get('rows', 0):,} rows"
+    rows = plural(account.get("rows", 0), "row")
     if "rows_in_files" in account:
         rows += f" of {account['rows_in_files']:,}, more when needed"
     parts = f"{rows}, {format_count(tokens)} tokens, {taught}"

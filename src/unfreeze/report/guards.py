@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from unfreeze.core.process import BESIDE, BESIDE_ON_GPU, COMPILED, WORKSPACES
 from unfreeze.core.schema import DataEvent, GapEvent, ReceiptEvent, TrainEvent
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.report.events import ENOUGH_STEPS, last, number, of_kind, series, warnings
 from unfreeze.report.learnt import training
 from unfreeze.report.run import RunFolder
@@ -219,7 +219,7 @@ def _data(run: RunFolder) -> GuardRow | None:
     )
     counts = {name: account.get(name) for name in ("bad", "dropped", "truncated", "duplicates")}
     counted = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count is not None)
-    words = f"{account.get('rows', 0):,} rows: {counted}"
+    words = f"{plural(account.get('rows', 0), 'row')}: {counted}"
     return GuardRow("Data rows", "look" if counts["bad"] else "ok", setting or "always", words)
 
 
@@ -248,7 +248,8 @@ def _expert_op(run: RunFolder) -> GuardRow | None:
     error = compared["error"]
     off = "not finite" if error is None else f"off by {error:.1e} of the norm"
     words = (
-        f"{compared['rows']} rows of {compared['layer']}: {off}, at most {compared['limit']:g} is rounding"
+        f"{plural(compared['rows'], 'row')} of {compared['layer']}: {off}, at most"
+        f" {compared['limit']:g} is rounding"
     )
     state = "ok" if error is not None and error <= compared["limit"] else "fault"
     return GuardRow("Expert op against the reference", state, "always", words)
@@ -258,7 +259,7 @@ def _finite(run: RunFolder) -> GuardRow | None:
     if not run.train:
         return None
     faults = broken(run)
-    words = _listed(faults) or f"finite in all {len(run.train):,} steps"
+    words = _listed(faults) or f"finite in {plural(len(run.train), 'step')}"
     return GuardRow("Loss and gradients finite", "fault" if faults else "ok", "always", words)
 
 
@@ -266,7 +267,7 @@ def _spikes(run: RunFolder) -> GuardRow | None:
     if "watch.on_spike" not in run.config:
         return None
     messages = spikes(run)
-    words = _listed(messages) or f"none in {len(run.train):,} steps"
+    words = _listed(messages) or f"none in {plural(len(run.train), 'step')}"
     return GuardRow(
         "Loss and gradient spikes", "look" if messages else "ok", str(run.config["watch.on_spike"]), words
     )
@@ -291,7 +292,7 @@ def _clipping(run: RunFolder) -> GuardRow | None:
     limit, count = clip_limit(run), len(clipped(run))
     if limit is None:
         return GuardRow("Gradient norm clipped", "ok", "off", f"largest {max(norms):.3g}")
-    words = f"in {count:,} of {len(norms):,} steps, largest {max(norms):.3g}"
+    words = f"in {count:,} of {plural(len(norms), 'step')}, largest {max(norms):.3g}"
     # common in short runs; worth a look only if nearly every step is clipped and the loss does not fall
     warm = _warm_up(run)
     after = [step for step in series(run.events, "train", "grad_norm")[0] if step > warm]
@@ -316,7 +317,7 @@ def _supervised(run: RunFolder) -> GuardRow | None:
         return None
     empty = unsupervised(run)
     words = (
-        f"none in {len(empty):,} of {len(counts):,} steps, first step {empty[0]:,}"
+        f"none in {len(empty):,} of {plural(len(counts), 'step')}, first step {empty[0]:,}"
         if empty
         else f"at least {min(counts):,.0f} in every step"
     )

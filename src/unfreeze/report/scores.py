@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from unfreeze.core.errors import DataError
+from unfreeze.core.units import plural
 from unfreeze.report.page import document, render, write_page
 from unfreeze.report.tables import ABSENT
 from unfreeze.untrusted.json_object import read_object
@@ -160,7 +161,7 @@ def in_lines(record: Record) -> list[tuple[str, list[str]]]:
         ]
         lines = lines or [f"{model} {with_interval(one)}" for model, one in by_model.items()]
         lower = "" if task["higher_is_better"] else ", lower is better"
-        groups.append((f"{title_of(task)}, {task['items']:,} items{lower}", lines))
+        groups.append((f"{title_of(task)}, {plural(task['items'], 'item')}{lower}", lines))
     return [*groups, *((name, [f"no score: {why}"]) for name, why in failures(record))]
 
 

@@ -16,7 +16,7 @@ from unfreeze.config.names import fields as known_fields
 from unfreeze.config.names import short_name
 from unfreeze.config.recipes import CONFIGS
 from unfreeze.core.schema import DataEvent, RolloutEvent
-from unfreeze.core.units import format_count, format_seconds
+from unfreeze.core.units import format_count, format_seconds, plural
 from unfreeze.report.events import (
     TEACH_LITTLE,
     evals_of,
@@ -228,7 +228,7 @@ def evaluation_note(run: RunFolder) -> str:
         if len(evals) > 1
         else f"Step {evals[0]['step']:,}"
     ]
-    rows = [f"{values['rows']:,.0f} rows"] if "rows" in values else []
+    rows = [plural(int(values["rows"]), "row")] if "rows" in values else []
     tokens = [f"{values['tokens']:,.0f} supervised tokens"] if "tokens" in values else []
     parts += [f"on {' with '.join(rows + tokens)}"] if rows or tokens else []
     parts += [f"{format_seconds(values['seconds'])} each"] if "seconds" in values else []

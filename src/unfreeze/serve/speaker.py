@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from unfreeze.core.errors import UserError
+from unfreeze.core.units import plural
 from unfreeze.generate.answer import Completion
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.live import Ended, Live
@@ -80,7 +81,7 @@ class Speaker:
                 raise Refused(503, CLOSED)
             if len(self._new) + self._live.waiting >= self.max_wait:
                 self._refused += 1
-                raise Refused(429, f"{self.max_wait} requests wait; try again later")
+                raise Refused(429, f"{plural(self.max_wait, 'request')} waiting; try again later")
             self._new.append(work)
             self._resting = False
             self._changed.notify_all()

@@ -22,6 +22,7 @@ from typing import Any
 
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.core.files import write_file
+from unfreeze.core.units import plural
 from unfreeze.core.whole_lines import whole_lines
 from unfreeze.synth.judging import most_of
 from unfreeze.synth.prompts import Requests, read_seeds
@@ -172,7 +173,7 @@ def file_hash(path: Path) -> str:
 def _asked_words(requests: Requests, known: Mapping[str, Answer]) -> str:
     missing = sum(request.key not in known for request in requests.first)
     there = len(requests.first) - missing
-    words = f"{len(requests.seeds):,} seeds, {missing:,} requests"
+    words = f"{plural(len(requests.seeds), 'seed')}, {plural(missing, 'request')}"
     words += f" ({there:,} more have their answer)" if there else ""
     words += f", {2 * len(requests.seeds):,} of a judge" if requests.judges else ""
     words += f"; {requests.repeated:,} seeds repeat another's request" if requests.repeated else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.config.distill import BASE, Config
 from unfreeze.core.errors import ConfigError
 from unfreeze.teach.inside import Inside
-from unfreeze.teach.teacher import Asked, BaseAsked
+from unfreeze.teach.teacher import Asked, AsTrained, BaseAsked
 
 if TYPE_CHECKING:
     from unfreeze.objectives.divergence import Teacher
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from unfreeze.teach.store import Stored
 
 
-def teacher_of(config: Config) -> Asked | Stored:
-    """Return the teacher: a model to query, or stored outputs."""
+def teacher_of(config: Config, as_trained: AsTrained | None = None) -> Asked | Stored:
+    """Return the teacher: a model to query, or stored outputs. as_trained: see `Asked`."""
     from unfreeze.teach.store import Stored, is_store  # needs numpy
 
     settings = config.distillation
@@ -53,7 +53,7 @@ def teacher_of(config: Config) -> Asked | Stored:
         options["inside"] = Inside(*inside_options)
     if config.teacher == BASE:
         return BaseAsked(minimise, **options)
-    return Asked(config.teacher, minimise, shares=config.lora is not None, **options)
+    return Asked(config.teacher, minimise, shares=config.lora is not None, as_trained=as_trained, **options)
 
 
 def _divergence(config: Config, teacher: Teacher, words: int) -> Objective:

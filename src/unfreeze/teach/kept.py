@@ -28,6 +28,7 @@ import numpy as np
 
 from unfreeze.core.errors import CheckpointError, ConfigError, DataError
 from unfreeze.core.torch_types import floats, from_numpy, ints
+from unfreeze.core.units import plural
 from unfreeze.teach.reference import Kind, asked, compares
 from unfreeze.teach.second import Beginning, Filled, Second
 from unfreeze.untrusted.json_object import read_object
@@ -188,7 +189,7 @@ class Kept(Second):
             group.on_rank0(lambda: _write_head(path, {**head, "batches": count}))
         if group.rank == 0 and len(self.kept) > had:
             seconds = time.perf_counter() - started
-            new = f"{len(self.kept) - had:,} answers"
+            new = plural(len(self.kept) - had, "answer")
             say(f"reference: log-probabilities of {new} kept in {path} ({seconds:.0f} s)")
 
     def _round(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from unfreeze.core.units import plural
 from unfreeze.teach.budget import Budget, Price
 from unfreeze.teach.coding import LEAST, Coding
 from unfreeze.teach.endpoint import Endpoint, Scored
@@ -53,7 +54,7 @@ class Asking:
         self.budget = Budget(folder, settings.budget_usd, Price(settings.price_read, settings.price_written))
         read = sum(example.num_tokens for example in self.lacking)
         if line := self.budget.worst(self.client.url, read, len(self.lacking)):
-            say(f"{len(self.lacking):,} documents: {line}")
+            say(f"{plural(len(self.lacking), 'document')}: {line}")
 
     def into(self, writing: StoreWriter, tokenizer: Tokenizer) -> None:
         """Send the requests. Whatever ends it, everything received is in the store.
@@ -68,7 +69,7 @@ class Asking:
                 writing.add(example.checksum, store_rows(scored_document, example, coding))
                 if time.monotonic() - last_write > KEEP_EVERY:
                     writing.flush()
-                    self.say(f"asked about {done:,} of {len(self.lacking):,} documents")
+                    self.say(f"asked about {done:,} of {plural(len(self.lacking), 'document')}")
                     last_write = time.monotonic()
         finally:
             writing.flush()

@@ -11,9 +11,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from unfreeze.checkpoint.same import same_weights
+from unfreeze.config.adapter import rounded_as
 from unfreeze.config.distill import BASE
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.teach.second import Beside, Objective, Second
@@ -37,6 +38,19 @@ ToObjective = Callable[["Teacher", int], Objective]
 """(teacher function, vocabulary size) -> objective."""
 
 
+class AsTrained(NamedTuple):
+    """A run that was trained through the rounding of its merge, computing as it was trained.
+
+    open    (name, say) -> its model; its base is packed again if the run packed it
+    round   (model, manifest, adapter): round it from now on
+    nbytes  (model on meta, adapter, dtype, device) -> bytes that its rounding takes
+    """
+
+    open: Callable[[str, Callable[[str], None] | None], tuple[ModelSource, Manifest]]
+    round: Callable[[Decoder, Manifest, Path], None]
+    nbytes: Callable[[Decoder, Path, torch.dtype, torch.device], int]
+
+
 class Asked(Second):
     """A second model queried while training: a checkpoint folder, a Hub id, a run, an adapter's folder.
 
@@ -48,6 +62,7 @@ class Asked(Second):
     loss        the objective in words
     shares      True if adapters train, so that an adapter of the model's own base needs no second copy of
                 it
+    as_trained  for runs that were trained through a rounding; None: their adapters compute as LoRA
     """
 
     def __init__(
@@ -60,7 +75,9 @@ class Asked(Second):
         inside: Inside | None = None,
         loss: str = "",
         shares: bool = False,
+        as_trained: AsTrained | None = None,
     ):
+        self.as_trained = as_trained
         self.name, self.minimise, self.temperature, self.beta = name, minimise, temperature, beta
         self.inside, self.loss, self.shares = inside, loss, shares
         self._words, self._start = 0, cast("Manifest | None", None)
@@ -80,7 +97,16 @@ class Asked(Second):
     def _found(self, say: Callable[[str], None] | None = None) -> tuple[ModelSource, Manifest]:
         from unfreeze.generate.source import open_source
 
-        return open_source(self.name, say) if self._opened is None else self._opened
+        if self._opened is not None:
+            return self._opened
+        source, manifest = open_source(self.name, say)
+        rounded = self._rounded(source)
+        return rounded.open(self.name, say) if rounded else (source, manifest)
+
+    def _rounded(self, source: ModelSource) -> AsTrained | None:
+        """Return how it was trained if that was through a rounding, else None."""
+        through = source.adapter is not None and rounded_as(source.adapter) is not None
+        return self.as_trained if through else None
 
     def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
         """Raise CheckpointError for another vocabulary, ConfigError for the model itself as a teacher."""
@@ -127,8 +153,13 @@ class Asked(Second):
         return f"learns from: {self.name} ({kind}, {size}, frozen); {self.loss}"
 
     def _on_the_same(self, start: Manifest) -> bool:
-        """Return True for an adapter on the model's own base: if adapters train, one base serves both."""
+        """Return True for an adapter on the model's own base: if adapters train, one base serves both.
+
+        One that was trained through a rounding has rounded weights of its own.
+        """
         source, manifest = self.opened
+        if self._rounded(source):
+            return False
         same = source.adapter is not None and manifest.path.resolve() == start.path.resolve()
         return same and self.shares and manifest.longer == start.longer
 
@@ -136,7 +167,11 @@ class Asked(Second):
         """Return its memory for the plan."""
         source, manifest = self.opened
         adds = {"more": adapter_bytes(source.adapter), "shared": self._on_the_same(beside.start)}
-        return self._aside(manifest, beside, **adds)
+        aside = self._aside(manifest, beside, **adds)
+        if (rounded := self._rounded(source)) and source.adapter is not None:
+            size = rounded.nbytes(self._meta[beside.dtype], source.adapter, beside.dtype, beside.device)
+            aside = replace(aside, stays=aside.stays + size)
+        return aside
 
     def _aside(self, manifest: Manifest, beside: Beside, **more: Any) -> Aside:
         from unfreeze.models import meta_model, shape
@@ -198,6 +233,8 @@ class Asked(Second):
                 f"the teacher {self.name} holds {bad[0]} in {bad[1]}: nothing can be learned from it",
                 next="download its checkpoint again; unfreeze doctor looks at every weight",
             )
+        if (rounded := self._rounded(source)) and source.adapter is not None:
+            rounded.round(teacher, manifest, source.adapter)
         return teacher.eval().requires_grad_(False)
 
 

@@ -37,7 +37,7 @@ from unfreeze.core.schema import (
     TrainEvent,
     WarningEvent,
 )
-from unfreeze.core.units import format_bytes, format_seconds
+from unfreeze.core.units import format_bytes, format_seconds, plural
 from unfreeze.report.baselines import baseline_line
 from unfreeze.report.curves import measure_name, score_value
 from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers, unreached
@@ -273,13 +273,13 @@ def rollout_words(event: RolloutEvent) -> list[str]:
         *([f"{failed} without a reward"] if failed else []),
         *([f"{turns:.1f} turns"] if (turns := event.get("turns")) is not None else []),
         *([f"{100 * agreement:.0f} % of pairs agree"] if agreement is not None else []),
-        *([f"{faults} call{'s' * (faults > 1)} failed"] if faults else []),
+        *([f"{plural(faults, 'call')} failed"] if faults else []),
     ]
 
 
 def score_words(event: ScoreEvent) -> str:
     """'rows:test.jsonl, exact 0.425 (0.3 to 0.55), 40 items, 3.1 s'."""
-    about = f"{event['items']:,} items" + (f", {event['seconds']:.1f} s" if event["seconds"] else "")
+    about = plural(event["items"], "item") + (f", {event['seconds']:.1f} s" if event["seconds"] else "")
     return f"{measure_name(event)} {score_value(event)}, {about}"
 
 
@@ -391,7 +391,7 @@ class EncodeProgress:
         if self._display.quiet or seconds < self._next:
             return
         self._next = seconds + self._between
-        words = f"{rows:,} row{'s' * (rows != 1)}  {rows / seconds:,.0f} rows/s"
+        words = f"{plural(rows, 'row')}  {rows / seconds:,.0f} rows/s"
         if 0 < bytes_done < bytes_total:
             words += f"  {format_seconds((bytes_total - bytes_done) * seconds / bytes_done)} left"
         if self._display.may_draw:

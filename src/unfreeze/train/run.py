@@ -22,6 +22,7 @@ from typing import IO, Any, cast
 
 from unfreeze.core.errors import CheckpointError, ConfigError, UserError
 from unfreeze.core.events import Event, EventLog, truncate_after
+from unfreeze.core.units import plural
 from unfreeze.untrusted.json_object import read_object
 
 SAVE_NAME = re.compile(r"step-(\d{6,})")
@@ -91,7 +92,8 @@ class Run:
             lost = truncate_after(events, begun, ended=self.finished)
             self.events = EventLog(events, listeners)
             if lost:
-                words = "1 step was not saved and is" if lost == 1 else f"{lost} steps were not saved and are"
+                verbs = "was not saved and is" if lost == 1 else "were not saved and are"
+                words = f"{plural(lost, 'step')} {verbs}"
                 self.events.emit("warning", self.step, message=f"{words} lost; step {self.step + 1} is next")
             if self.changed:
                 self.events.emit(

@@ -130,7 +130,7 @@ def test_the_disk_is_asked_first(bases, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "unfreeze.compress.shards.shutil.disk_usage", lambda _: type("", (), {"free": 10_000})
     )
-    with pytest.raises(DoesNotFit, match=r"1 files take .* free for"):
+    with pytest.raises(DoesNotFit, match=r"for 1 file; .* free for"):
         run_quantize(bases["moe"], tmp_path / "out", "int4")
     assert not (tmp_path / "out").exists()
 

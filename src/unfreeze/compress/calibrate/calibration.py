@@ -44,6 +44,7 @@ from unfreeze.compress.calibrate.matrices import (
 from unfreeze.compress.calibrate.walk import Method, Walk, carried
 from unfreeze.compress.quantize.formats import Round
 from unfreeze.compress.quantize.fused import OneNumber
+from unfreeze.compress.quantize.write import ABSENT
 from unfreeze.compress.work import MergeWork
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DataError
@@ -110,7 +111,8 @@ class Calibration:
         inputs = {**self.inputs, "rows": digest_of(self.batches)}
         inputs |= {"damping": DAMPING, "fewest": matrices.FEWEST} if self.method != "awq" else {}
         inputs |= {"grid": awq.GRID, "fewest of awq": awq.FEWEST} if scaled else {}
-        self.record = shards.begun(shards.Record(inputs, file=RECORD, noun="calibration"), self.folder)
+        record = shards.Record(inputs, file=RECORD, noun="calibration", absent=ABSENT)
+        self.record = shards.begun(record, self.folder)
 
     def run(self, progress: shards.Progress | None = None) -> None:
         """Correct the layers that are missing. Raises DoesNotFit if the disk is too small, before any."""

@@ -5,12 +5,13 @@ The file has a temporary name until it is whole and on the disk.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from unfreeze.core.units import format_bytes
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-HEADER = 2**22  # bytes allowed for names and settings, without the vocabulary
+ALIGNMENT = 32  # bytes, of the head and of each tensor's data: GGUF's default
 Progress = Callable[[int, int], None]
 """(bytes done, total bytes)"""
 
@@ -46,10 +47,40 @@ def nbytes(tensor: Planned) -> int:
     return prod(tensor.shape) // block * size
 
 
-def check_disk(path: Path, tensors: Sequence[Planned]) -> None:
-    """Raise DoesNotFit if the disk has less room than the file takes."""
+def head_of(
+    arch: str,
+    settings: Mapping[str, Value],
+    tensors: Sequence[Planned],
+    more: Iterable[Callable[[GGUFWriter], None]] = (),
+) -> bytes:
+    """All of the file before the first tensor's data, as gguf's writer makes it; see `write_gguf`."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf.gguf_writer import WriterState
+
+    writer, stream = GGUFWriter(None, arch), io.BytesIO()
+    for key, value in settings.items():
+        _add(writer, key, value)
+    for add in more:
+        add(writer)
+    for tensor in tensors:
+        kind = GGMLQuantizationType[tensor.kind]
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), nbytes(tensor), kind)
+    writer.fout, writer.state = cast(Any, [stream]), WriterState.EMPTY  # as after it has opened a file
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.write_padding(stream, stream.tell())
+    return stream.getvalue()
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def check_disk(path: Path, needed: int) -> None:
+    """Raise DoesNotFit if the disk has less room than the file's bytes."""
     folder = next(folder for folder in (path.absolute().parent, *path.absolute().parents) if folder.is_dir())
-    needed, free = sum(map(nbytes, tensors)) + HEADER, shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise DoesNotFit(
             f"disk: {path.name} takes {format_bytes(needed)}; {format_bytes(free)} free in {folder}",
@@ -68,45 +99,33 @@ def write_gguf(
     """Write the file, or nothing.
 
     settings: whole keys -> values; int as uint32, float as float32. more: called with gguf's writer, for
-    settings of other types (the vocabulary).
+    settings of other types (the vocabulary). Raises DoesNotFit if the disk has less room, before a byte is
+    written.
     """
-    from gguf import GGMLQuantizationType, GGUFWriter, quants
+    from gguf import GGMLQuantizationType, quants
 
+    head = head_of(arch, settings, tensors, more)
+    check_disk(path, len(head) + sum(_padded(nbytes(tensor)) for tensor in tensors))
     temporary = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     total, done = sum(map(nbytes, tensors)), 0
-    writer = GGUFWriter(temporary, arch)
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        for key, value in settings.items():
-            _add(writer, key, value)
-        for add in more:
-            add(writer)
-        for tensor in tensors:
-            kind = GGMLQuantizationType[tensor.kind]
-            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), nbytes(tensor), kind)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        assert writer.fout is not None
-        file: Any = writer.fout[0]
-        writer.write_padding(file, file.tell())
-        for tensor in tensors:
-            before = file.tell()
-            for part in tensor.parts():
-                data = quants.quantize(part.contiguous().numpy(), GGMLQuantizationType[tensor.kind])
-                file.write(np.ascontiguousarray(data).data)
-                done += data.nbytes
-                if progress is not None:
-                    progress(done, total)
-            assert file.tell() - before == nbytes(tensor), tensor.name
-            writer.write_padding(file, nbytes(tensor))
-        file.flush()
-        os.fsync(file.fileno())
-        writer.close()
+        with temporary.open("wb") as file:
+            file.write(head)
+            for tensor in tensors:
+                before, size = file.tell(), nbytes(tensor)
+                for part in tensor.parts():
+                    data = quants.quantize(part.contiguous().numpy(), GGMLQuantizationType[tensor.kind])
+                    file.write(np.ascontiguousarray(data).data)
+                    done += data.nbytes
+                    if progress is not None:
+                        progress(done, total)
+                assert file.tell() - before == size, tensor.name
+                file.write(bytes(_padded(size) - size))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        if writer.fout is not None:
-            writer.close()
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 

@@ -69,8 +69,10 @@ class Vocabulary:
             writer.add_chat_template(self.template)
 
 
-def vocabulary_of(folder: Path, rows: int, arch: str) -> Vocabulary:
+def vocabulary_of(folder: Path, rows: int, arch: str, base: Path | None = None) -> Vocabulary:
     """The vocabulary of a checkpoint's folder. rows: of its embedding.
+
+    base: the checkpoint's folder, if the tokenizer's is that of an adapter with tokens of its own.
 
     Raises ConfigError for a kind of tokenizer that llama.cpp does not have, or splits otherwise.
     """
@@ -80,7 +82,7 @@ def vocabulary_of(folder: Path, rows: int, arch: str) -> Vocabulary:
             f"{folder.name} has no tokenizer.json, from which a GGUF's vocabulary is written",
             next="copy tokenizer.json and tokenizer_config.json of the model into its folder",
         )
-    tokenizer, file = load_tokenizer(folder), read_object(path, CheckpointError)
+    tokenizer, file = load_tokenizer(folder, base=base), read_object(path, CheckpointError)
     model: Any = file.get("model") or {}
     if model.get("type") != "BPE":
         raise ConfigError(
@@ -107,7 +109,7 @@ def vocabulary_of(folder: Path, rows: int, arch: str) -> Vocabulary:
         pre=("gemma4" if arch == "gemma4" else "default") if pieces else pre,
         tokens=tokens,
         types=types,
-        scores=_scores(folder, tokens, merges) if scored else None,
+        scores=_scores(base or folder, tokens, merges) if scored else None,
         merges=None if scored else [" ".join(_spelled(part) for part in pair) for pair in merges],
         ids=_ids(tokenizer, backend, file),
         add_bos=tokenizer.add_bos,

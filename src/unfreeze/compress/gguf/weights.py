@@ -5,6 +5,8 @@ E experts.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -30,8 +32,9 @@ class Weights:
         self._changes = changes
         self._work = MergeWork(manifest, model, changes, "bf16")
         self._disk = manifest.by_model_name()
-        self.shape = model.shape
-        self._dense = models.build(model.shape, dtype=torch.float32)
+        rows = self._work.vocabulary  # 0, or with tokens that the adapter added
+        self.shape = replace(model.shape, vocab_size=rows) if rows else model.shape
+        self._dense = models.build(self.shape, dtype=torch.float32)
         self._homes: dict[Home, Weight] = {}
         for weight in self._work.weights:
             if weight.home is not None:
@@ -65,7 +68,10 @@ class Weights:
         shape = self.parameters[parameter]
         whole = torch.empty(shape)
         aliases = {name: alias for alias, name in models.tied(self.shape).items()}
-        for source in tensor_sources(parameter, shape, self._work.rules, self._disk):
+        sources = tensor_sources(parameter, shape, self._work.rules, self._disk)
+        if (value := self._work.instead.get(sources[0].name.removesuffix(".weight"))) is not None:
+            return (value.mT if sources[0].transposed else value).float()
+        for source in sources:
             info = self._disk.get(source.name) or self._disk.get(aliases.get(source.name, ""))
             if info is None:
                 raise CheckpointError(f"{source.name} is missing", next="unfreeze inspect the checkpoint")

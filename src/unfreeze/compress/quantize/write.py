@@ -9,8 +9,8 @@ of any size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,11 @@ from unfreeze.compress.released import config_of, copy_beside
 from unfreeze.compress.rounding import packed
 from unfreeze.compress.shards import Progress, files_fingerprint
 from unfreeze.compress.work import MergeWork
-from unfreeze.core.errors import CheckpointError
+from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.quant.codec import parts_nbytes
+
+
+ABSENT = {"method": "gptq"}  # in records of the time when --calibrate had one method
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Record(shards.Record):
 
     file: str = QUANTIZE
     noun: str = "quantization"
+    absent: Mapping[str, Any] = field(default_factory=lambda: ABSENT)
 
     @property
     def moved(self) -> dict[str, Moved]:
@@ -121,6 +125,14 @@ def begun(out: Path, inputs: dict[str, Any]) -> Record:
     except (KeyError, TypeError, ValueError, AttributeError):
         raise shards.damaged(record, out) from None
     return record
+
+
+def refuse_other_weights(work: MergeWork, out: Path, next: str) -> None:
+    """Raise ConfigError for weights in `out` that are not of this quantization: a model would have both."""
+    own = {file.name for file in out_files(work)}
+    others = sorted(path.name for path in out.glob("*.safetensors") if path.name not in own)
+    if others:
+        raise ConfigError(f"{out} holds {others[0]}, which this quantization does not write", next=next)
 
 
 def inputs_of(manifest: Manifest, to: str, modules: tuple[str, ...], **more: object) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from unfreeze.config.tables import HUB
 from unfreeze.core.errors import ConfigError, looked_in, nearest
+from unfreeze.core.units import plural
 from unfreeze.data.rows.files import ending, is_data, refuse_form
 from unfreeze.data.rows.hub import hub_files
 
@@ -34,7 +35,7 @@ def files_of(written: str, field: str = "data", say: Callable[[str], None] = lam
     """
     if written.startswith(HUB):
         files = hub_files(written, field)
-        say(f"{field}: {written} is {len(files)} Arrow file{'s' * (len(files) > 1)} in {files[0].parent}")
+        say(f"{field}: {written} is {plural(len(files), 'Arrow file')} in {files[0].parent}")
         return files
     path = Path(written)
     if path.is_dir():

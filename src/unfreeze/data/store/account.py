@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from unfreeze.core.errors import DataError
-from unfreeze.core.units import format_count
+from unfreeze.core.units import format_count, plural
 from unfreeze.data.rows.row import BadRow, Judged, Row, content_digest
 from unfreeze.data.store.examples import Example, Examples
 from unfreeze.data.tokens.masks import Dropped, Encoded
@@ -79,24 +79,24 @@ class Stats:
         `700 rows (question/answer 700), 81.2 K tokens, 62.1 % supervised, longest 301; 3 truncated (96 tokens
         cut), 0 dropped, …`
         """
-        shapes = ", ".join(f"{name} {count}" for name, count in self.shapes.most_common())
-        examples = f", {self.examples} examples" if self.split_rows else ""
-        cut = f" ({self.tokens_cut} tokens cut)" if self.truncated else ""
-        also = f" (and {self.examples_dropped} examples)" if self.examples_dropped else ""
-        taught = f"{100 * self.supervised_fraction:.1f} % supervised, longest {self.longest}"
-        tokens, repeated = self.tokens, f", {self.duplicates} duplicates"
+        shapes = ", ".join(f"{name} {count:,}" for name, count in self.shapes.most_common())
+        examples = f", {plural(self.examples, 'example')}" if self.split_rows else ""
+        cut = f" ({plural(self.tokens_cut, 'token')} cut)" if self.truncated else ""
+        also = f" (and {plural(self.examples_dropped, 'example')})" if self.examples_dropped else ""
+        taught = f"{100 * self.supervised_fraction:.1f} % supervised, longest {self.longest:,}"
+        tokens, repeated = self.tokens, f", {plural(self.duplicates, 'duplicate')}"
         if self.room:
             tokens, repeated = self.tokens - self.room * self.examples, ""
-            taught = f"room for {self.room} more in each, longest {self.longest - self.room}"
+            taught = f"room for {self.room:,} more in each, longest {self.longest - self.room:,}"
         line = (
-            f"{self.rows} rows ({shapes}){examples}, {format_count(tokens)} tokens, {taught};"
-            f" {self.truncated} truncated{cut}, {self.dropped} dropped{also}, {self.bad} bad{repeated}"
+            f"{plural(self.rows, 'row')} ({shapes}){examples}, {format_count(tokens)} tokens, {taught};"
+            f" {self.truncated:,} truncated{cut}, {self.dropped:,} dropped{also}, {self.bad:,} bad{repeated}"
         )
         more = [
             (f"batches are {100 * self.efficiency:.1f} % full" if self.efficiency is not None else ""),
-            f"{self.held_out} documents held out for validation" if self.held_out else "",
+            f"{plural(self.held_out, 'document')} held out for validation" if self.held_out else "",
             "files read on demand" if self.reading == "on demand" else "",
-            *(f"{note} ({count} row{'' if count == 1 else 's'})" for note, count in self.notes.items()),
+            *(f"{note} ({plural(count, 'row')})" for note, count in self.notes.items()),
         ]
         return "; ".join([line, *filter(None, more)])
 

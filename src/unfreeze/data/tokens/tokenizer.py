@@ -211,7 +211,8 @@ def load_tokenizer(
     """Load the tokenizer of a checkpoint folder.
 
     `now` and `template_variables` are the chat template's (see ChatTemplate).
-    `base`: folder of config.json, if not the same: that of the base of an adapter with tokens of its own.
+    `base`: folder of config.json and generation_config.json, if not the same: that of the base of an adapter
+    with tokens of its own.
     Raises CheckpointError if there is none, or if its files contradict each other.
     """
     folder = Path(model_dir)
@@ -226,7 +227,8 @@ def load_tokenizer(
         **_read_json(folder / "tokenizer_config.json"),
     }
     config = _read_json(folder / "config.json") or _read_json((base or folder) / "config.json")
-    generation = _read_json(folder / "generation_config.json")
+    generation_file = "generation_config.json"
+    generation = _read_json(folder / generation_file) or _read_json((base or folder) / generation_file)
     inner = config.get("text_config")
     text_config = inner if is_object(inner) else config
     added = _added_tokens(settings)

@@ -20,7 +20,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.data.tokens.chatml import BOS, CONTROLS, EOS, MARKS, PAD, ROLES, TEMPLATE, TURN_END, reserved
 from unfreeze.data.tokens.corpus import KINDS, Corpus, Kind, kind_of
 from unfreeze.data.tokens.tokenizer_json import spelled_bytes
@@ -253,7 +253,7 @@ def _too_little(corpus: Corpus, merges: int, vocab: int, count: int) -> DataErro
     least = vocab - merges_in(vocab, count)
     fits = least + merges
     aligned = fits // ALIGNED * ALIGNED
-    documents = f"{corpus.documents:,} document{'s' * (corpus.documents != 1)}"
+    documents = plural(corpus.documents, "document")
     return DataError(
         f"vocab {vocab} needs {vocab - least:,} merges; {documents} ({format_bytes(corpus.nbytes)}) give"
         f" {merges:,}: no other pair of tokens occurs twice",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from unfreeze.core.events import RESOLVED
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.job.doctor.finding import Finding
 
 PACKAGES = ("torch", "triton", "numba", "numpy", "safetensors", "tokenizers", "transformers", "liger-kernel")
@@ -89,7 +89,7 @@ def machine() -> str:
     from unfreeze.parallel.machine import hardware
 
     cpu = hardware("cpu")
-    lines = [f"{cpu.name} ({cpu_class()}), {cpu.cores} cores, {format_bytes(cpu.available)} of"]
+    lines = [f"{cpu.name} ({cpu_class()}), {plural(cpu.cores, 'core')}, {format_bytes(cpu.available)} of"]
     lines[0] += f" {format_bytes(cpu.total)} free"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     with suppress(RuntimeError):  # full or busy: the findings say so

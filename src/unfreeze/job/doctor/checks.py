@@ -16,7 +16,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.torchrun import sharers
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.core.writer import writer
 from unfreeze.job.data import few_steps, steps_of
 from unfreeze.job.doctor.finding import Finding, Level
@@ -172,12 +172,14 @@ def check_checkpoint(subject: Subject) -> Iterator[Finding]:
         params,
     )
     code = sorted(path.name for path in manifest.path.glob("*.py"))
-    beside = f"; {len(code)} Python files are in the folder ({code[0]}) and are never run" if code else ""
+    beside = f"; the folder has {plural(len(code), 'Python file')} ({code[0]}), never run" if code else ""
+    cover = "covers" if len(manifest.files) == 1 else "cover"
     yield Finding(
         "checkpoint",
         "ok",
-        f"{shape.kind}: {len(manifest.tensors):,} tensors, {format_bytes(manifest.nbytes)} in"
-        f" {len(manifest.files)} files cover each of {len(params):,} parameters exactly once{beside}",
+        f"{shape.kind}: {plural(len(manifest.tensors), 'tensor')}, {format_bytes(manifest.nbytes)} in"
+        f" {plural(len(manifest.files), 'file')} {cover} each of {len(params):,} parameters exactly once"
+        f"{beside}",
     )
     carried = models.beside(manifest.config)
     if carried:
@@ -362,7 +364,7 @@ def check_steps(subject: Subject) -> Iterator[Finding]:
     parts = subject.config.memory.micro_batches
     counts = ", ".join(map(str, sharers(parts)))
     shared = f" in {parts} micro-batches; possible numbers of processes: {counts}" if parts > 1 else ""
-    line = f"{steps:,} steps of {training.tokens_per_step:,} tokens{shared}"
+    line = f"{plural(steps, 'step')} of {training.tokens_per_step:,} tokens{shared}"
     yield Finding("steps", "warn" if few else "ok", few or line, remedy)
 
 
@@ -372,8 +374,8 @@ def _steps_of_prompts(subject: Subject) -> tuple[Level, str]:
     step = subject.parts.answers(1, 1, 1, count).step if subject.parts.answers else None
     if step is None:
         return "skip", "the rows are prompts, and no run's file says how many a step has"
-    of = f"{step.answers:,} answers to {step.prompts:,} of {count:,} prompts"
-    return "ok", f"{step.steps or 0:,} steps of {of}"
+    of = f"{plural(step.answers, 'answer')} to {step.prompts:,} of {plural(count, 'prompt')}"
+    return "ok", f"{plural(step.steps or 0, 'step')} of {of}"
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:

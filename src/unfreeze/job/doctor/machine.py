@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from unfreeze.core.torchrun import nearest_multiples, started
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.job.doctor.finding import Finding
 from unfreeze.job.opening.kernels import kernels_line
 from unfreeze.job.opening.precision import dtype_line
@@ -31,7 +31,8 @@ def check_machine(subject: Subject) -> Iterator[Finding]:
     cuda = f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "no CUDA device"
     facts = (
         f"unfreeze {unfreeze.__version__}, Python {platform.python_version()}, torch {torch.__version__},"
-        f" {cuda}; {device.name}, {device.cores} cores, {threads} threads, {format_bytes(device.available)}"
+        f" {cuda}; {device.name}, {plural(device.cores, 'core')}, {plural(threads, 'thread')},"
+        f" {format_bytes(device.available)}"
         f" of {format_bytes(device.total)} free"
     )
     if threads > device.cores:

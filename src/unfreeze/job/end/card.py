@@ -20,6 +20,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.longer import Longer
 from unfreeze.core.schema import DataEvent
+from unfreeze.core.units import plural
 from unfreeze.job.merge_aware import merge_flags
 from unfreeze.models import ONLY_HERE
 from unfreeze.models.longer import fields_of
@@ -254,7 +255,7 @@ def _of_run(folder: Path) -> Iterator[str]:
     yield from (verdict(run), "", "| | |", "|---|---|")
     if data is not None:
         files = data.get("files") or {}
-        names = ", ".join(f"{Path(name).name} ({rows:,} rows)" for name, rows in files.items())
+        names = ", ".join(f"{Path(name).name} ({plural(rows, 'row')})" for name, rows in files.items())
         yield from ([f"| Data | {names} |"] if names else [])
         taught = f"{data['supervised_fraction']:.0%} supervised"
         yield f"| Examples | {data['examples']:,}, {data['tokens']:,} tokens, {taught} |"

@@ -19,7 +19,7 @@ from unfreeze.core.layout import GIB, Layout
 from unfreeze.core.process import planned_words, room_words
 from unfreeze.core.schema import PlanEvent, SaveEvent
 from unfreeze.core.torchrun import started
-from unfreeze.core.units import format_bytes, format_count, format_seconds
+from unfreeze.core.units import format_bytes, format_count, format_seconds, plural
 from unfreeze.job.data import sequence_length
 from unfreeze.job.end.folder import write_json
 from unfreeze.job.opening.device import allocator_line
@@ -336,7 +336,7 @@ def start_lines(
         )
         beside = f" and all of {', '.join(trained.lora.train_too)}" if trained.lora.train_too else ""
         if added := getattr(trained, "added", None):
-            beside += f" and {len(added.ids)} new token{'s' * (len(added.ids) != 1)}"
+            beside += f" and {plural(len(added.ids), 'new token')}"
         what = (
             f"{ranks} on {', '.join(trained.lora.targets)}{beside},"
             f" {format_count(all_parameters(plan))} parameters{trained.begins}"
@@ -353,7 +353,7 @@ def start_lines(
         experts += f", from {layout.experts}{groups}{because}"
     name = "new" if trained.new else Path(config.model).name
     return [
-        f"model: {name}, {shape.kind}, {shape.num_layers} layers{experts}; {files}",
+        f"model: {name}, {shape.kind}, {plural(shape.num_layers, 'layer')}{experts}; {files}",
         f"memory: {taken} of {room}; disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
         f"trains: {what}; {tokens_words(config, plan.work.processes)} {config.OF_TOKENS}",
         *([f"positions: {shape.max_positions:,} ({start.longer})"] if start.longer else []),
@@ -371,7 +371,8 @@ def time_line(config: TrainingConfig, start: Manifest, plan: Plan, tokens: int) 
     training = config.training
     steps = training.steps or max(1, round(training.epochs * tokens / training.tokens_per_step))
     seconds = steps * plan.time.of_passes(plan.work.own_batches)
-    return [f"time: about {format_seconds(seconds)} for {steps:,} steps, predicted; rates {plan.rates}"]
+    of = plural(steps, "step")
+    return [f"time: about {format_seconds(seconds)} for {of}, predicted; rates {plan.rates}"]
 
 
 def tokens_words(config: TrainingConfig, processes: int) -> str:
@@ -447,7 +448,7 @@ class Disk:
     def said(self) -> str:
         """Words such as 'a save is 6.6 MiB, every 10 min and 50 steps'."""
         minutes, steps = self.when.minutes, self.when.every
-        often = [f"{minutes:g} min"] * (minutes > 0) + [f"{steps:,} steps"] * (steps > 0)
+        often = [f"{minutes:g} min"] * (minutes > 0) + [plural(steps, "step")] * (steps > 0)
         when = f"every {' and '.join(often)}" if often else "at the end"
         return f"a save is {format_bytes(self.save)}, {when}"
 

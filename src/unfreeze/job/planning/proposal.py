@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.config.lora import LoraConfig
 from unfreeze.config.names import nested
 from unfreeze.config.sft import ALL_RATE, Config
-from unfreeze.core.units import format_bytes, format_count
+from unfreeze.core.units import format_bytes, format_count, plural
 from unfreeze.job.data import steps_of
 from unfreeze.job.end.folder import with_files
 from unfreeze.job.opening.device import pick_device
@@ -133,7 +133,7 @@ class Proposal:
         examples, stats = self.dataset.examples, self.dataset.stats
         whole_N = examples.lengths_N + examples.cuts_N
         over = int((whole_N > length).sum())
-        reason = f"the longest of {len(examples):,} documents has {int(whole_N.max()):,} tokens"
+        reason = f"the longest of {plural(len(examples), 'document')} has {int(whole_N.max()):,} tokens"
         if over:
             most = length == self.shape.max_positions
             reason += (
@@ -160,8 +160,8 @@ class Proposal:
         why = "usual for some thousand rows" if epochs == 3 else "with this much data one pass teaches most"
         if steps(epochs) < AIM_STEPS:
             epochs, why = float(math.ceil(AIM_STEPS / steps(1))), "the data is small"
-        yield ProposedField("training.epochs", epochs, f"{why}; {steps(epochs):,} steps in all")
-        reason = f"{format_count(stats.tokens)} tokens give {steps(1):,} steps an epoch"
+        yield ProposedField("training.epochs", epochs, f"{why}; {plural(steps(epochs), 'step')} in all")
+        reason = f"{format_count(stats.tokens)} tokens give {plural(steps(1), 'step')} an epoch"
         yield ProposedField("training.tokens_per_step", tokens, reason)
         rate = 2e-4
         if self.parameters:

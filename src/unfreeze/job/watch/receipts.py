@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import AdapterError
+from unfreeze.core.units import plural
 from unfreeze.job.end.folder import write_json
 
 if TYPE_CHECKING:
@@ -83,9 +84,9 @@ class FirstStepReceipt:
             error = compared["error"]
             off = "not finite" if error is None else f"off by {error:.1%} of the norm from the reference"
             message = (
-                f"the expert op is {off} on {compared['rows']} rows of {compared['layer']}, where at most"
-                f" {compared['limit']:g} is rounding: this run learns from wrong numbers; unfreeze doctor"
-                " --gpu (on a CPU --ops) finds the kernel"
+                f"the expert op is {off} on {plural(compared['rows'], 'row')} of {compared['layer']},"
+                f" where at most {compared['limit']:g} is rounding: this run learns from wrong numbers;"
+                " unfreeze doctor --gpu (on a CPU --ops) finds the kernel"
             )
             state.run.events.emit("warning", state.step, message=message)
         try:

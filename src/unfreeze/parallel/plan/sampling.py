@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from unfreeze.core.units import format_seconds, format_step
+from unfreeze.core.units import format_seconds, format_step, plural
 from unfreeze.parallel.answers import Answers, OfStep
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.passes import launches_of_visit
@@ -55,7 +55,7 @@ class Rollout:
 
     def line(self) -> str:
         """The numbers in one sentence."""
-        whole = "" if self.run is None else f"; {self.of.steps:,} steps take {format_seconds(self.run)}"
+        whole = "" if self.run is None else f"; {plural(self.of.steps, 'step')}: {format_seconds(self.run)}"
         return (
             f"a step with rewards takes at most {format_step(self.step)}, {100 * self.share:.0f} % of it"
             f" sampling: {self.of.answers:,} answers of {self.of.new_tokens:,} tokens after prompts of"

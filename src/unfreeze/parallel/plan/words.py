@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from unfreeze.core.process import COMPILED_AT_MOST
-from unfreeze.core.units import format_bytes, format_count, format_step
+from unfreeze.core.units import format_bytes, format_count, format_step, plural
 from unfreeze.parallel.placement.residency import reads_of
 from unfreeze.parallel.plan.grouped import units
 from unfreeze.parallel.plan.terms import Plan
@@ -21,7 +21,7 @@ def plan_lines(plan: Plan) -> list[str]:
     terms = {name: size for name, size in plan.terms.items() if size}  # a dense model has no expert workspace
     width = max(map(len, terms))
     lines = [
-        f"plan for {device.name}: {device.cores} cores, {format_bytes(device.total)},"
+        f"plan for {device.name}: {plural(device.cores, 'core')}, {format_bytes(device.total)},"
         f" {format_bytes(plan.usable)} usable now"
     ]
 

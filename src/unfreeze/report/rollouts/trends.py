@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from unfreeze.core.units import format_count
+from unfreeze.core.units import format_count, plural
 from unfreeze.report.events import series
 from unfreeze.report.metrics import metrics_of
 from unfreeze.report.page import Figure
@@ -156,7 +156,7 @@ def facts(steps: Sequence[Step]) -> list[tuple[str, str]]:
     answers, groups, silent = (
         sum(each[name] for each in all_numbers) for name in ("answers", "groups", "without_signal")
     )
-    rows = [("Answers", f"{answers:,}; in {_count(len(steps), 'step')}")]
+    rows = [("Answers", f"{answers:,}; in {plural(len(steps), 'step')}")]
     if rewards := over_steps(steps, mean_reward)[1]:
         rows.append(("Mean reward", _change(rewards, "{:.3f}")))
     if lengths := over_steps(steps, MEASURES["Tokens per answer"][1])[1]:
@@ -165,7 +165,7 @@ def facts(steps: Sequence[Step]) -> list[tuple[str, str]]:
     if groups:
         rows.append(("Groups without signal", f"{100 * silent / groups:.0f} %; {silent:,} of {groups:,}"))
     if failed := sum(map(ungraded, all_numbers)):
-        rows.append(("Grading failed", f"{100 * failed / answers:.1f} %; {_count(failed, 'answer')}"))
+        rows.append(("Grading failed", f"{100 * failed / answers:.1f} %; {plural(failed, 'answer')}"))
     return rows
 
 
@@ -175,17 +175,13 @@ def _change(values: Sequence[float], form: str) -> str:
     return ends[0] if len(values) == 1 else " → ".join(ends)
 
 
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def notes(steps: Sequence[Step]) -> list[str]:
     """Sentences on answers that are not in the files, and on damage."""
     sentences = [f"{step.fault}." for step in steps if step.fault]
     if dropped := [step for step in steps if step.dropped]:
         count, first = sum(step.dropped for step in dropped), dropped[0].numbers["step"]
         sentences.append(
-            f"Left out from step {first:,} on, for the limit of the folder: {_count(count, 'answer')}."
+            f"Left out from step {first:,} on, for the limit of the folder: {plural(count, 'answer')}."
             " The numbers and pictures are of all."
         )
     return sentences
