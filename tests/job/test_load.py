@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unfreeze
-from unfreeze import cli, models
+from unfreeze import cli
 from unfreeze.adapters import attach, sites
 from unfreeze.adapters.several import Several
 from unfreeze.checkpoint import open_checkpoint
@@ -31,6 +31,7 @@ from unfreeze.job.merge_aware import (
 )
 from unfreeze.job.opening.source import open_as_trained
 from unfreeze.job.trained import Adapters
+from unfreeze.models import meta_model, shape
 from unfreeze.parallel.processes.mesh import ONE
 from unfreeze.teach.second import Beside
 from unfreeze.teach.teacher import Asked, AsTrained
@@ -120,7 +121,7 @@ def test_a_teacher_computes_as_it_was_trained(written, tmp_path):
         return logits(model)[batch.supervised()].log_softmax(-1)
 
     as_trained = AsTrained(open_as_trained, compute_as_trained, bytes_as_trained)
-    teacher, own = says("rounded", as_trained)
+    _, own = says("rounded", as_trained)
     assert own.shape[0] > 70 and torch.equal(own, of(unfreeze.load(written / "rounded", dtype="float32")))
     lora = of(plain(written / "rounded"))
     assert torch.equal(says("rounded", None)[1], lora)  # control arm: its factors as LoRA
@@ -129,7 +130,7 @@ def test_a_teacher_computes_as_it_was_trained(written, tmp_path):
     # a copy of the base with its rounding, where LoRA shares the student's
     beside = Beside(start, 128, 128, torch.float32, torch.device("cpu"), head_trains=False)
     sizes = {name: says(name, as_trained)[0].aside(beside).stays for name in ("lora", "rounded")}
-    meta = models.meta_model(models.shape(start.config), start, torch.float32)
+    meta = meta_model(shape(start.config), start, torch.float32)
     rounding = bytes_as_trained(meta, written / "rounded", torch.float32, torch.device("cpu"))
     assert rounding > 0 and sizes["rounded"] - sizes["lora"] > rounding + start.nbytes // 2
 

@@ -269,7 +269,7 @@ def test_it_goes_on_and_in_pairs(base, run, files, tmp_path):
         ("<a>\n<a>\n", "has '<a>' twice"),
         ("<a>\n   \n", "a token of spaces only"),
         ("<|im_end|>\n", "has 1 of 1 token already; first: '<|im_end|>'"),
-        ("What\n", "tokens already"),
+        ("What\n", "token already"),
         ('["<a>", 3]', "holds 3, which is no token"),
     ],
 )

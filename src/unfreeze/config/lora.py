@@ -6,7 +6,7 @@ import math
 import os
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from unfreeze.core.field import about
 
@@ -15,6 +15,20 @@ MergeFormat = Literal["", "same", "int4", "fp8", "mxfp4", "nvfp4", "nf4"]
 MergeScales = Literal["refit", "keep", "keep-change"]
 Start = Literal["lora", "pissa", "pissa_niter_4", "pissa_niter_16"]
 """First values of A and B; peft's names in init_lora_weights, but for "lora"."""
+
+
+def separated(value: Any) -> Any:
+    """Split at commas: "norm,*.gate" is two names."""
+    words: Any = [value] if isinstance(value, str) else value or ()
+    if not isinstance(words, (list, tuple)):
+        return value
+    if not all(isinstance(word, str) for word in cast(list[Any], words)):
+        return value
+    return tuple(part.strip() for word in cast(list[str], words) for part in word.split(",") if part.strip())
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(separated)]
+"""Names of modules or groups, with commas or spaces between them."""
 
 
 def scale_of(rank: int, alpha: float, scaling: Scaling) -> float:
@@ -41,7 +55,7 @@ class LoraConfig(BaseModel):
         description="scale of the update is alpha / rank; twice the rank is usual",
         json_schema_extra=about("Adapters", was="alpha"),
     )
-    targets: tuple[str, ...] = Field(
+    targets: Names = Field(
         default=("all-linear",),
         min_length=1,
         description=(
@@ -97,7 +111,7 @@ class LoraConfig(BaseModel):
         ),
         json_schema_extra=about("Adapters", since="0.2"),
     )
-    train_too: tuple[str, ...] = Field(
+    train_too: Names = Field(
         default=(),
         description=(
             "modules that train fully in float32 beside the adapters, such as norm, *.gate, lm_head"
@@ -113,19 +127,6 @@ class LoraConfig(BaseModel):
         ),
         json_schema_extra=about("Adapters", alias="new_tokens", since="0.3"),
     )
-
-    @field_validator("targets", "train_too", mode="before")
-    @classmethod
-    def _separated(cls, value: Any) -> Any:
-        """Split at commas: "norm,*.gate" is two names."""
-        words: Any = [value] if isinstance(value, str) else value or ()
-        if not isinstance(words, (list, tuple)):
-            return value
-        if not all(isinstance(word, str) for word in cast(list[Any], words)):
-            return value
-        return tuple(
-            part.strip() for word in cast(list[str], words) for part in word.split(",") if part.strip()
-        )
 
     @model_validator(mode="after")
     def _one_kind(self) -> LoraConfig:

@@ -107,8 +107,8 @@ def test_the_sentence_has_the_share_and_the_runs_minutes():
         "run": 240,
     }
     assert "at most 4.0 s, 75 % of it sampling: 128 answers of 64 tokens" in rollout.line()
-    assert "; 60 steps take 4 min 00 s; estimated" in rollout.line()
-    assert "steps take" not in Rollout(3.0, 1.0, replace(of, steps=None)).line()
+    assert "; 60 steps in 4 min 00 s; estimated" in rollout.line()
+    assert "steps in" not in Rollout(3.0, 1.0, replace(of, steps=None)).line()
 
 
 def test_processes_share_the_answers():

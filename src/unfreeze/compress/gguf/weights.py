@@ -62,15 +62,15 @@ class Weights:
         """A parameter that is not a stack of experts' matrices, float32."""
         if (value := self._changes.whole.get(parameter)) is not None:
             return value.float()
-        weight = self._homes.get((parameter.removesuffix(".weight"), "", None, None))
-        if weight is not None:
-            return merged(self._work, weight, self._changes, 0)
         shape = self.parameters[parameter]
-        whole = torch.empty(shape)
-        aliases = {name: alias for alias, name in models.tied(self.shape).items()}
         sources = tensor_sources(parameter, shape, self._work.rules, self._disk)
         if (value := self._work.instead.get(sources[0].name.removesuffix(".weight"))) is not None:
             return (value.mT if sources[0].transposed else value).float()
+        weight = self._homes.get((parameter.removesuffix(".weight"), "", None, None))
+        if weight is not None:
+            return merged(self._work, weight, self._changes, 0)
+        whole = torch.empty(shape)
+        aliases = {name: alias for alias, name in models.tied(self.shape).items()}
         for source in sources:
             info = self._disk.get(source.name) or self._disk.get(aliases.get(source.name, ""))
             if info is None:

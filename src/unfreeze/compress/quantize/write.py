@@ -31,7 +31,6 @@ from unfreeze.compress.work import MergeWork
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.quant.codec import parts_nbytes
 
-
 ABSENT = {"method": "gptq"}  # in records of the time when --calibrate had one method
 
 
