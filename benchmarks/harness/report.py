@@ -157,7 +157,7 @@ ORDER = tuple("moe formats dense recompute load start data decode growth beyond 
 
 
 def profiles_beside(page: Path) -> list[str]:
-    """Names of the profiles beside the page: "moe" for profiles/moe.md; moe-cpu-avx2.md is one class's own."""
+    """Names of the profiles beside the page: "moe" for profiles/moe.md; moe-cpu-avx2.md is that class's."""
     return sorted(file.stem for file in (page.parent / "profiles").glob("*.md"))
 
 
