@@ -400,7 +400,9 @@ def test_rows_are_given_in_the_order_of_arrival(build, turns):
     """12 prompts at once, and one with each turn, for two rows; the third has several answers."""
     live, began = Live(Engine(build("gqa"), stop_ids=frozenset()), max_rows=2), []
     every = [
-        Request([60 + i, i + 1], Sampling(seeds=(1, 2, 3)[: 3 if i == 2 else 1], n=3 if i == 2 else 1), 2 + i % 3)
+        Request(
+            [60 + i, i + 1], Sampling(seeds=(1, 2, 3)[: 3 if i == 2 else 1], n=3 if i == 2 else 1), 2 + i % 3
+        )
         for i in range(12)
     ]
     for i, request in enumerate(every):
