@@ -7,6 +7,7 @@ import torch
 
 import unfreeze
 from tests.serve import small
+from unfreeze.serve.completions import Spelling
 
 PROMPT = "the sun is two 四 and"
 
@@ -62,8 +63,8 @@ def test_echo_scores_the_prompt_as_transformers_does(both, client):
     assert "bytes:\\x9b" in got.tokens  # the last byte of 四
 
 
-def done_ids(both, ids, count):
-    out = both[0].generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+def done_ids(both, ids, count, **how):
+    out = both[0].generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, pad_token_id=0, **how)
     return out[0, len(ids) :].tolist()
 
 
@@ -187,6 +188,37 @@ def test_long_prompts_are_413(client):
     with pytest.raises(openai.APIStatusError, match="prompt: 4,000 tokens") as raised:
         complete(client, [[5] * 4000])
     assert raised.value.status_code == 413
+
+
+@pytest.mark.parametrize(("left", "asked", "count"), [(1, 1, 1), (1, 9, 1), (3, 2, 2), (3, 3, 3), (3, 4, 3)])
+def test_an_answer_ends_at_the_last_position(both, client, left, asked, count):
+    """The window has 2048; the tokens are those of transformers, without the end's."""
+    ids, end = [5 + i * i % 250 for i in range(2048 - left)], both[1].tokenizer.eos_id
+    done = complete(client, [ids], max_tokens=asked, temperature=0, logprobs=0, logit_bias={str(end): -100})
+    (choice,) = done.choices
+    assert done.usage.completion_tokens == count and choice.finish_reason == "length"
+    theirs = done_ids(both, ids, count, suppress_tokens=[end])
+    assert choice.logprobs.tokens == list(map(Spelling(both[1].tokenizer), theirs))
+    with pytest.raises(openai.APIStatusError, match="at most 2,047 are possible"):
+        complete(client, [[*ids, *[5] * left]], max_tokens=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_that_ends_at_the_last_token_is_a_stop(both, client, stream):
+    """Of one letter; a token earlier the answer is cut, a token later nothing changes."""
+    letters = {str(both[1].tokenizer.encode(each, specials=False)[0]): 50 for each in "abcdefghijklm"}
+    fields = {"temperature": 0, "logit_bias": letters, "frequency_penalty": 2}
+    whole = complete(client, max_tokens=20, **fields).choices[0].text
+    last = next(place for place in range(3, 20) if whole.index(whole[place]) == place) + 1
+    letter = whole[last - 1]
+
+    def ended(count):
+        done = complete(client, max_tokens=count, stop=letter, stream=stream, **fields)
+        parts = [chunk.choices[0] for chunk in done] if stream else [done.choices[0]]
+        return "".join(part.text for part in parts), parts[-1].finish_reason
+
+    assert len(whole) == 20 and ended(last) == ended(last + 1) == (whole[: last - 1], "stop")
+    assert ended(last - 1) == (whole[: last - 1], "length")
 
 
 def test_logit_bias_bans_and_forces(both, client):

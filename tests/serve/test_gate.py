@@ -18,7 +18,7 @@ from unfreeze.data.tokens.tokenizer import load_tokenizer
 from unfreeze.serve import gate
 from unfreeze.serve.connection import Patience
 from unfreeze.serve.gate import Rules, hashed
-from unfreeze.serve.request import read_chat
+from unfreeze.serve.request import Refused, read_chat
 from unfreeze.serve.running import Endpoint
 from unfreeze.serve.service import Service
 from unfreeze.serve.session import Speech
@@ -162,6 +162,19 @@ def test_a_body_of_100_mb_is_refused_before_it_is_read(serving, head):
     assert answer.startswith(b"HTTP/1.1 413") and count < 40_000_000
     # the rest of it holds nobody: the connection is cut, and the next client is served
     assert get(serving()).status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_may_have_its_last_byte_and_none_more(serving, chunked):
+    endpoint = serving(replace(Rules(), body=1000))
+
+    def post(count):
+        body = b"x" * count
+        return httpx.post(f"{endpoint.url}/v1/x", content=iter([body[:600], body[600:]]) if chunked else body)
+
+    assert [post(count).json().get("bytes") for count in (999, 1000)] == [999, 1000]
+    refused = post(1001)
+    assert refused.status_code == 413 and "more than 1,000 bytes" in refused.json()["error"]["message"]
 
 
 def test_control_arm_without_the_limit_all_of_it_is_read(serving):
@@ -345,3 +358,26 @@ def test_an_answer_has_so_many_tokens(longest, most):
     assert speech.begin(read_chat(json.dumps(body).encode())).most == most
     del body["max_tokens"]
     assert speech.begin(read_chat(json.dumps(body).encode())).most == min(20, most)
+
+
+@pytest.mark.parametrize(
+    ("most", "over", "words"),
+    [
+        ({"n": 128}, {"n": 129}, "n: 129 is too large; at most 128"),
+        ({"n": 1}, {"n": 0}, "n: 0 is too small; at least 1"),
+        ({"max_tokens": 1}, {"max_tokens": 0}, "max_tokens: 0 is too small; at least 1"),
+        ({"stop": ["a"] * 16}, {"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a"]}, {"stop": [""]}, "stop"),
+        ({"logprobs": True, "top_logprobs": 20}, {"logprobs": True, "top_logprobs": 21}, "top_logprobs: 21"),
+        ({"temperature": 2.0}, {"temperature": 2.1}, "temperature: 2.1"),
+        ({"top_p": 1.0}, {"top_p": 0.0}, "top_p"),
+    ],
+)
+def test_a_field_at_its_limit_is_taken_and_one_beyond_is_not(most, over, words):
+    def read(fields):
+        return read_chat(json.dumps({"messages": [{"role": "user", "content": "Hi"}], **fields}).encode())
+
+    assert read(most).n == most.get("n", 1)
+    with pytest.raises(Refused) as refused:
+        read(over)
+    assert refused.value.status == 400 and words in refused.value.message

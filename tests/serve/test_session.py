@@ -246,6 +246,22 @@ def test_an_answer_is_cut_by_the_runs_limit_not_by_its_own(model, speech):
     assert [each.cut for each in session.end()] == [True, False]
 
 
+def test_a_window_with_one_place_left_has_one_token(speech):
+    length = len(speech.prompt(chat([ASKED]))[0])
+    for window, asked, most, cut in (
+        (length + 1, {}, 1, True),
+        (length + 5, {}, 5, True),
+        (length + 5, {"max_tokens": 5}, 5, True),
+        (length + 5, {"max_tokens": 4}, 4, False),
+        (length + NEW + 1, {}, NEW, True),
+    ):
+        turn = Session(speech, Rules(HOT, NEW, window), 0).begin(chat([ASKED], **asked))
+        assert (turn.most, turn.sampling.max_new_tokens, turn.cut) == (most, most, cut)
+    with pytest.raises(Refused, match=f"at most {length - 1} are possible") as refused:
+        Session(speech, Rules(HOT, NEW, length), 0).begin(chat([ASKED]))
+    assert refused.value.status == 413
+
+
 def test_a_session_without_tools_in_its_template_says_so(model, speech):
     deaf = Speech(model.tokenizer, 200)
     deaf._read = ConfigError("the chat template writes tool calls in a form that is not read")
