@@ -197,7 +197,8 @@ class Truth:
         reference = case.function(op.reference)
         assert reference is not None  # the reference has every function
         # a reference that is itself one of our backends computes in float32 at most
-        plain = reference if op.against is None else case.function(op.against)
+        plain = case.function(op.against or op.reference)
+        assert plain is not None
         self.exact = visit(op, plain, args)
         self.kinds = [
             [x.dtype for x in part] for part in visit(op, reference, arguments(case, device, dtype))

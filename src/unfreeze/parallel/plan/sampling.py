@@ -55,7 +55,9 @@ class Rollout:
 
     def line(self) -> str:
         """The numbers in one sentence."""
-        whole = "" if self.run is None else f"; {plural(self.of.steps, 'step')} in {format_seconds(self.run)}"
+        steps, whole = self.of.steps, ""
+        if steps is not None and self.run is not None:
+            whole = f"; {plural(steps, 'step')} in {format_seconds(self.run)}"
         return (
             f"a step with rewards takes at most {format_step(self.step)}, {100 * self.share:.0f} % of it"
             f" sampling: {self.of.answers:,} answers of {self.of.new_tokens:,} tokens after prompts of"
