@@ -254,14 +254,14 @@ def test_auto_takes_the_disk_where_the_device_is_too_small(chat_rows, tmp_path, 
     def least(experts):
         monkeypatch.setattr("unfreeze.parallel.machine.hardware", lambda device: here)
         return plan_here(
-            models.shape(manifest.config), manifest, LoraConfig(rank=2), tokens=256, dtype="bfloat16",
+            models.shape(manifest.config), manifest, LoraConfig(rank=2), tokens=256, dtype="float32",
             device="cpu", layout=RESIDENT.but(experts=experts), longest=64, receipt_bytes=2**20,
         ).total  # fmt: skip
 
     between = (least("device") + least("disk")) // 2
     small = replace(here, available=int(between / USABLE))
     monkeypatch.setattr("unfreeze.parallel.machine.hardware", lambda device: small)
-    code, events = sft(chat_rows, tmp_path / "run", "--watch.samples", 0)
+    code, events = sft(chat_rows, tmp_path / "run", "--watch.samples", 0, "--dtype", "float32")
     (planned,) = of(events, "plan")
     assert code == 0 and planned["experts"] == "disk" and planned["recompute"] == "layers"
     assert any(

@@ -20,6 +20,7 @@ from unfreeze.config.names import fields, of_today
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.end.folder import refuse_other_recipe
 from unfreeze.job.end.resume import DERIVED, FIXED, allowed
+from unfreeze.kernels.precision import precision
 from unfreeze.recipes.sft import Config
 from unfreeze.report import verdict
 from unfreeze.report.run import read_run
@@ -303,6 +304,7 @@ def test_a_run_of_the_code_before_there_were_tables_goes_on(interrupted: list[st
     data = Path(interrupted[interrupted.index("--data") + 1]).resolve()
     for word, value in (("MODEL", TINY_K2), ("DATA", data), ("OUT", tmp_path / "run")):
         text = text.replace(f'"{word}"', json.dumps(str(value)))
+    text = text.replace('"bfloat16"', json.dumps(precision("auto", "cpu").name))  # by the CPU it ran on
     old = json.loads(text)
     out = tmp_path / "run"
     shutil.copytree(interrupted[at], out)

@@ -114,7 +114,8 @@ def test_the_store_is_the_one_of_the_same_teacher_in_memory(distill, completions
     for key in stores[0].places:
         (ids, log_q, rest), (own_ids, own_log_q, own_rest) = (coding.decode(s.rows(key)) for s in stores)
         assert log_q == pytest.approx(own_log_q, abs=1e-4)
-        assert np.exp(rest) == pytest.approx(np.exp(own_rest), abs=2e-6)
+        # four units in the last place of a logit between 16 and 32, times masses that sum to at most 1
+        assert np.exp(rest) == pytest.approx(np.exp(own_rest), abs=4 * 2**-19)
         assert (ids == own_ids).mean() > 0.98  # two words may be as likely
 
 

@@ -273,7 +273,7 @@ def truncated_file(sandbox: Sandbox) -> Outcome:
     folder = sandbox.copy("llama")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    return must_refuse(lambda: sandbox.open(folder), says="files are truncated")
+    return must_refuse(lambda: sandbox.open(folder), says="file is truncated")
 
 
 def rewritten(

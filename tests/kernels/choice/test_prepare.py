@@ -20,7 +20,8 @@ def several_cores(monkeypatch):
 def test_a_second_process_leaves_a_compiled_loop_and_its_stamp(tmp_path):
     """Of one op; all of them are compiled nightly."""
     program = (
-        "from unfreeze.kernels.choice import prepare\n"
+        "from pathlib import Path\nfrom unfreeze.kernels.choice import prepare, record\n"
+        "record.COMMITTED = Path('no records')\n"  # of some classes of CPU they choose plain torch
         "prepare.expert_mlp.fused_expert_mlp = lambda x, *_: x\n"
         "prepare.TRAINED = {'swiglu': 0}\nprepare.compile_ahead('float32', 'cpu')"
     )
