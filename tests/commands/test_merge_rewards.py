@@ -36,7 +36,7 @@ WORDS = {
     "rank": 2,
     "samples": 0,
     "dtype": "float32",
-    "learning_rate": 2e-2,
+    "learning_rate": 1e-2,
     "grading.processes": 1,
     "quiet": True,
 }
