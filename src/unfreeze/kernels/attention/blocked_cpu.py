@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from unfreeze.kernels.attention import blocked_loops as loops
+from unfreeze.kernels.attention.function import CausalAttention, Kernel
 from unfreeze.kernels.attention.workspace import QUERIES, shared_out
 from unfreeze.kernels.loops import bf16_cpu
 from unfreeze.kernels.loops.bf16_tile import COLUMNS
@@ -303,19 +303,7 @@ def _backward(
     return dq, dk, dv
 
 
-class _Blocked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, reuse: Reuse | None) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        o, lse = _forward(q, k, v, scale) if reuse is None else reuse(lambda: _forward(q, k, v, scale))
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.scale = scale
-        return o
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
-        return (*_backward(grad.contiguous(), q, k, v, o, lse, ctx.scale), None, None)
+KERNEL = Kernel(_forward, _backward)
 
 
 def blocked_attention(
@@ -325,4 +313,4 @@ def blocked_attention(
 
     float32 or bf16 on CPU; `reuse` as in packed_attention.
     """
-    return _Blocked.apply(q_SLHd, k_SLGd, v_SLGv, scale, reuse)
+    return CausalAttention.apply(q_SLHd, k_SLGd, v_SLGv, scale, reuse, KERNEL)

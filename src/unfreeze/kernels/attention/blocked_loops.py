@@ -7,25 +7,8 @@ import numpy as np
 
 from unfreeze.kernels.attention.workspace import QUERIES
 from unfreeze.kernels.loops.bf16_tile import COLUMNS, ROWS, tile
-from unfreeze.kernels.loops.lanes import largest, total
-from unfreeze.kernels.loops.numba_options import LANES, Kernel, convert, exp, inner, narrow, widen
-
-
-@inner
-def _exponentials(row, scale, shift):
-    """row[i] = exp(scale · row[i] - shift); returns their sum."""
-    lanes = np.zeros(LANES, np.float32)
-    whole = row.size // LANES * LANES
-    for i in range(0, whole, LANES):
-        for j in range(LANES):
-            e = exp(np.float32(np.float32(scale * row[i + j]) - shift))
-            row[i + j] = e
-            lanes[j] += e
-    for i in range(whole, row.size):
-        e = exp(np.float32(np.float32(scale * row[i]) - shift))
-        row[i] = e
-        lanes[0] += e
-    return total(lanes)
+from unfreeze.kernels.loops.lanes import exponentials, largest
+from unfreeze.kernels.loops.numba_options import Kernel, convert, exp, narrow, widen
 
 
 @Kernel
@@ -40,7 +23,7 @@ def softmax(start, stop, scores, first, rows, scale, probs, lse):
         row, target = scores[r, :seen], probs[r]
         # subtract the maximum, so that no exponential overflows
         shift = np.float32(scale * largest(row))
-        denominator = _exponentials(row, scale, shift)
+        denominator = exponentials(row, scale, shift)
         lse[r] = np.float32(shift + np.float32(np.log(denominator)))
         share = np.float32(np.float32(1.0) / denominator)
         for i in range(seen):

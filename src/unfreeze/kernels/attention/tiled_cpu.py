@@ -1,8 +1,8 @@
 """Causal attention on CPU in float32: compiled loops over tiles, a query head of a document per job.
 
-torch's CPU flash attention reaches a quarter of the GEMM rate of a CPU with AVX2, because its blocks are
-GEMMs of the BLAS, each of which packs its operands anew. Here keys and values are packed once per head, and
-a block of scores is multiplied, exponentiated and multiplied again while it is in L2 (tiled_loops.py).
+torch's CPU flash attention calls the BLAS for each small block, which packs its operands anew. Here keys and
+values are packed once per head, and a block of scores is multiplied, exponentiated and multiplied again while
+it is in L2 (tiled_loops.py). `unfreeze dev kernels measure --op attention` compares the two.
 
 S documents of L tokens, H query heads, G key/value heads, d and v widths.
 """
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from unfreeze.kernels.attention import tiled_loops as loops
+from unfreeze.kernels.attention.function import CausalAttention, Kernel
 from unfreeze.kernels.attention.tiled_loops import KEYS, QUERIES, SIDE
 from unfreeze.kernels.loops.cores import in_runs
 from unfreeze.kernels.loops.float_tile import ROWS, WIDTH
@@ -63,21 +63,6 @@ def _each(jobs: int, multiply_adds: int, work: Callable[[int, int], object]) -> 
     in_runs(jobs, threads, work)
 
 
-class _Tiled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, reuse: Reuse | None) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        o, lse = _forward(q, k, v, scale) if reuse is None else reuse(lambda: _forward(q, k, v, scale))
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.scale = scale
-        return o
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
-        return (*_backward(grad.contiguous(), q, k, v, o, lse, ctx.scale), None, None)
-
-
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """o [S, L, H, v] and the log-sum-exp of each row, [S, H, L]."""
     (S, L, H, d), width = q.shape, v.shape[-1]
@@ -113,6 +98,9 @@ def _backward(
     return dq, dk, dv
 
 
+KERNEL = Kernel(_forward, _backward)
+
+
 def tiled_attention(
     q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, reuse: Reuse | None = None
 ) -> Tensor:
@@ -120,4 +108,4 @@ def tiled_attention(
 
     float32 on CPU; `reuse` as in packed_attention.
     """
-    return _Tiled.apply(q_SLHd, k_SLGd, v_SLGv, scale, reuse)
+    return CausalAttention.apply(q_SLHd, k_SLGd, v_SLGv, scale, reuse, KERNEL)

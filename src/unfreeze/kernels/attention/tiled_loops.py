@@ -24,9 +24,9 @@ from numba.core import types
 
 from unfreeze.kernels.loops.bf16_tile import FLOATS, I64, pointer
 from unfreeze.kernels.loops.float_tile import ROWS, WIDTH, tile
-from unfreeze.kernels.loops.lanes import largest, total
+from unfreeze.kernels.loops.lanes import exponentials, largest
 from unfreeze.kernels.loops.llvm import instruction
-from unfreeze.kernels.loops.numba_options import LANES, exp, inner, serial
+from unfreeze.kernels.loops.numba_options import exp, inner, serial
 from unfreeze.kernels.loops.strips import transposed
 
 SIDE = 16
@@ -133,7 +133,7 @@ def _strips_transposed(x, out):
 
 @inner
 def _multiply(a, rows, first, strips, begin, end, out):
-    """out[r, n - begin] = a[r] · b[n] for the keys begin <= n < end that query first + r sees, and some more.
+    """out[r, n - begin] = a[r] · b[n] for keys begin <= n < end that query first + r sees, and some more.
 
     strips: b transposed.
     """
@@ -174,23 +174,6 @@ def _add(p, rows, first, begin, end, strips, fresh, out):
 
 
 @inner
-def _exponentials(row, scale, shift):
-    """row[i] = exp(scale · row[i] - shift); returns their sum."""
-    lanes = np.zeros(LANES, np.float32)
-    whole = row.size // LANES * LANES
-    for i in range(0, whole, LANES):
-        for j in range(LANES):
-            e = exp(np.float32(np.float32(scale * row[i + j]) - shift))
-            row[i + j] = e
-            lanes[j] += e
-    for i in range(whole, row.size):
-        e = exp(np.float32(np.float32(scale * row[i]) - shift))
-        row[i] = e
-        lanes[0] += e
-    return total(lanes)
-
-
-@inner
 def _softmax(room, rows, first, begin, end, scale):
     """Scores become P; the sums so far are scaled to the new maximum of their row."""
     for r in range(rows):
@@ -207,8 +190,15 @@ def _softmax(room, rows, first, begin, end, scale):
         else:
             room.sums[r] = ZERO
         room.largest[r] = shift
-        room.sums[r] += _exponentials(row, scale, shift)
+        room.sums[r] += exponentials(row, scale, shift)
         room.scores[r, keys:filled] = ZERO
+
+
+@inner
+def _heads(job, start, H, G):
+    """Return (document, query head, its key head, True if that key head's strips are not there yet)."""
+    s, h = job // H, job % H
+    return s, h, h // (H // G), job == start or h % (H // G) == 0
 
 
 @serial
@@ -219,9 +209,8 @@ def forward(start, stop, q, k, v, scale, o, lse, room):
     """
     L, H, d, width = q.shape[1], q.shape[2], q.shape[3], v.shape[3]
     for job in range(start, stop):
-        s, h = job // H, job % H
-        g = h // (H // k.shape[2])
-        if job == start or h % (H // k.shape[2]) == 0:
+        s, h, g, new = _heads(job, start, H, k.shape[2])
+        if new:
             _strips_transposed(k[s, :, g], room.k_T)
             _strips(v[s, :, g], room.v)
         for first in range(0, L, QUERIES):
@@ -288,9 +277,8 @@ def backward(start, stop, do, q, k, v, o, lse, scale, dq, dk, dv, room):
     """Jobs as in `forward`. do and dq as o and q; dk [S, L, H, d] and dv [S, L, H, v] of each query head."""
     L, H, d, width = q.shape[1], q.shape[2], q.shape[3], v.shape[3]
     for job in range(start, stop):
-        s, h = job // H, job % H
-        g = h // (H // k.shape[2])
-        if job == start or h % (H // k.shape[2]) == 0:
+        s, h, g, new = _heads(job, start, H, k.shape[2])
+        if new:
             _strips_transposed(k[s, :, g], room.k_T)
             _strips_transposed(v[s, :, g], room.v_T)
             _strips(k[s, :, g], room.k)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from unfreeze.kernels.loops.numba_options import LANES, inner, widen
+from unfreeze.kernels.loops.numba_options import LANES, exp, inner, widen
 
 
 @numba.njit(inline="always")
@@ -35,3 +35,20 @@ def largest(row):
     for j in range(1, LANES):
         result = max(result, lanes[j])
     return result
+
+
+@inner
+def exponentials(row, scale, shift):
+    """row[i] = exp(scale · row[i] - shift), row float32; returns their sum."""
+    lanes = np.zeros(LANES, np.float32)
+    whole = row.size // LANES * LANES
+    for i in range(0, whole, LANES):
+        for j in range(LANES):
+            e = exp(np.float32(np.float32(scale * row[i + j]) - shift))
+            row[i + j] = e
+            lanes[j] += e
+    for i in range(whole, row.size):
+        e = exp(np.float32(np.float32(scale * row[i]) - shift))
+        row[i] = e
+        lanes[0] += e
+    return total(lanes)
