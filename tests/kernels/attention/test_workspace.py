@@ -72,7 +72,7 @@ def test_the_planned_bytes_of_tiles_are_those_that_are_left(S, L, H, G, d, v, mo
 
 def test_two_workers_have_a_workspace_each(monkeypatch):
     monkeypatch.setattr(record, "device_key", lambda device: "cpu-avx512-bf16")  # where blocks run
-    shape = {"tokens": 8192, "length": 1024, "dtype": torch.float32}
+    shape = {"tokens": 8192, "length": 1024, "dtype": torch.bfloat16}
     one, two = (workspace_bytes(8, 8, 64, 64, **shape, threads=threads) for threads in (1, 2))
     assert two == 2 * one > 0
 
