@@ -1,6 +1,6 @@
 """Before any test: Triton's interpreter where there is no GPU (it has to be asked for before anything imports
-Triton), no timed tests, and an event that does not conform is raised where it is emitted. After the last one:
-the slowest (tests/durations.py)."""
+Triton), no timed tests, and an event that does not conform is raised where it is emitted. A failed one is
+named at once (tests/failures.py); after the last one: the slowest (tests/durations.py)."""
 
 import gc
 import importlib.util
@@ -28,13 +28,21 @@ os.environ.setdefault("UNFREEZE_KERNELS", "records")
 
 EventLog.strict = True  # a run warns instead (core/events.py); tests/core/test_core.py tries both
 
-_spec = importlib.util.spec_from_file_location("durations", Path(__file__).parent / "tests" / "durations.py")
-assert _spec is not None and _spec.loader is not None
-durations = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(durations)
+
+def beside(name):
+    """tests/NAME.py: `tests` is not a package that pytest could import from here."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "tests" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+durations = beside("durations")
 pytest_terminal_summary = durations.pytest_terminal_summary
 pytest_collection_modifyitems = durations.pytest_collection_modifyitems
 pytest_sessionfinish = durations.pytest_sessionfinish
+pytest_configure = beside("failures").pytest_configure
 
 
 @pytest.hookimpl(wrapper=True)
