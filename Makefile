@@ -13,11 +13,12 @@ demo: .venv/installed
 # A process per core, one thread each: half the time of one process. Before them the CPU loops of training and of
 # generation are compiled once, which each would do anew,
 # and what is imported is kept as byte code, whatever the shell says. A file goes
-# to one process, which builds once what its tests share; the longest first (tests/durations.py).
+# to one process, which builds once what its tests share; the longest first (tests/durations.py). A test that
+# waits for ever is named, with its stack, and the others go on.
 test: .venv/installed
 	@for dtype in float32 bfloat16; do (OMP_NUM_THREADS=2 $(BIN)/python -m unfreeze.kernels.choice.prepare $$dtype cpu; \
 		$(BIN)/python -c "import unfreeze; unfreeze.load('tiny-k2', dtype='$$dtype').warm_up()") & done; wait
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --timeout 300 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: .venv/installed
 	$(BIN)/ruff check src tests examples benchmarks

@@ -15,6 +15,7 @@ from unfreeze import cli
 from unfreeze.adapters import output_change, receipt
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.job.watch import expert_op
+from unfreeze.kernels.attention import documents
 from unfreeze.kernels.choice.choose import fix
 
 ROWS = [
@@ -119,6 +120,20 @@ def own_choices():
     """What a run of one test decided of its kernels is not the next test's."""
     yield
     fix({})
+
+
+@pytest.fixture
+def attention_runs(monkeypatch):
+    """Attention over documents runs in this way, whatever a record of this class of CPU says."""
+
+    def runs(name):
+        monkeypatch.setattr(
+            documents,
+            "choose",
+            lambda op, *_: op.reference if name == "reference" else op.candidates[name].load(),
+        )
+
+    return runs
 
 
 @pytest.fixture

@@ -66,16 +66,17 @@ def test_control_arm_tokens_counted_whether_supervised_or_not_raise_a_false_alar
 
 
 @pytest.mark.parametrize("family", ["deepseek", "llama"])
-def test_attention_over_one_key_owes_no_gradient_to_queries_and_keys(tiny, family):
+def test_attention_over_one_key_owes_no_gradient_to_queries_and_keys(tiny, family, attention_runs):
     """With the first position supervised alone, the softmax is over one score: its gradient is zero, and so
     is q's and k's, rightly."""
+    attention_runs("reference")
     model = tiny.model(family)
     attach(model, LoraConfig(rank=4), seed=0)
     batch = tiny.batch([[3, 4], [5, 6]])
     taken = exceptions_of(model, replace(batch, weights_T=torch.tensor([1.0, 0.0, 1.0, 0.0])))
     assert taken.exceptions == []
     entry = taken.groups["attention"]
-    # its softmax's backward leaves a rounding, which counts as reached
+    # the backward of its softmax, and that of attention by tiles, leave a rounding, which counts as reached
     assert entry["sites_reached"] < entry["sites"] or family == "llama"
 
 

@@ -187,7 +187,7 @@ def test_index_cannot_lead_out_of_the_folder(tmp_path: Path, kimi, name: object)
     ("edit", "said"),
     [
         (lambda h: h["model.norm.weight"].update(dtype="F13"), "unknown dtype"),
-        (lambda h: h["model.norm.weight"].update(shape=[63]), "do not fill their bytes"),
+        (lambda h: h["model.norm.weight"].update(shape=[63]), "does not fill its bytes"),
         (lambda h: h["model.norm.weight"].update(shape=[-64]), "malformed"),
         (lambda h: h["model.norm.weight"].update(shape=[64.0]), "malformed"),
         (lambda h: h["model.norm.weight"].update(data_offsets=[128, 0]), "malformed"),

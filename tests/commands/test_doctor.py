@@ -153,7 +153,7 @@ def change_json(path, **fields):
 @pytest.mark.parametrize(
     "plant, key, says",
     [
-        (cut_file, "checkpoint fault", "files are truncated"),
+        (cut_file, "checkpoint fault", "file is truncated"),
         (lost_tensor, "checkpoint fault", "tensors are missing; first: model.layers.1.mlp.up_proj.weight"),
         (
             nan_weight,

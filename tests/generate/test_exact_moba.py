@@ -31,8 +31,9 @@ from unfreeze.models.blocks.cache import Cache
 from unfreeze.models.blocks.shared_cache import SharedCache
 from unfreeze.models.blocks.step_pass import StepPass
 
-# one row goes its own greedy way for 256 steps; beside it random tokens, gone after 192 and 128
-ROWS = rows_of((5, 256), (1, 192), (30, 128), greedy=1)
+# one row goes its own greedy way for 254 steps; beside it random tokens, gone after 192 and 128. After a prompt
+# of 5 tokens two blocks score alike to 4e-6 once, and rounding decides; here the closest two are 2e-4 apart
+ROWS = rows_of((7, 254), (1, 192), (30, 128), greedy=1)
 SPARE = 3  # 264 positions: whole blocks
 each_gate = pytest.mark.parametrize("gate", GATES)
 
@@ -48,7 +49,7 @@ def model_of(gate="mean", family="llama", **options):
     "gate, family",
     [(gate, "llama") for gate in GATES] + [("mean", name) for name in FAMILIES if name != "llama"],
 )
-def test_256_steps_are_the_packed_pass_over_their_tokens(gate, family, steps):
+def test_254_steps_are_the_packed_pass_over_their_tokens(gate, family, steps):
     model = model_of(gate, family)
     walks = walked(model, steps, ROWS, SPARE)
     wanted = uncached(model, walks)

@@ -208,8 +208,10 @@ def test_the_per_expert_layout_names_experts_as_the_files_do_or_is_refused(name,
     }
 
 
+@pytest.mark.parametrize("runs", ["reference", "tiled"])
 @pytest.mark.parametrize("name", KINDS)
-def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, released):
+def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, runs, released, attention_runs):
+    attention_runs(runs)
     _, folder = released(name)
     model, manifest = opened(folder)
     left = {*models.tied(model.shape), *(name for name, _ in carried(model, manifest))}
@@ -240,11 +242,13 @@ def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, re
             windows = [part for part in layer.modules() if isinstance(part, ShortConv)]
             state = recurrent - sum(part.state_bytes(torch.float32) for part in windows)
             said -= T * -(-state // (CHUNKS["cpu"] * CHUNK))
-        elif shape is not None and shape.window is None and not shape.by_blocks:
+        elif shape is not None and shape.window is None and not shape.by_blocks and runs == "reference":
             # torch's own attention repeats keys and values
             said += 4 * T * (shape.heads - shape.key_heads) * (shape.width + shape.value_width)
         # beyond what is said: the rows' tokens and weights, and the adapters' thin products
-        assert 0.97 <= held / said <= 1.12, (type(layer.mlp).__name__, held / said)
+        # the plan does not know the lengths, so it counts that torch pads narrow values; tiles do not
+        padded = runs == "tiled" and shape is not None and shape.value_width < shape.width
+        assert (0.85 if padded else 0.97) <= held / said <= 1.12, (type(layer.mlp).__name__, held / said)
 
 
 @pytest.mark.parametrize(

@@ -33,3 +33,13 @@ def test_workers_are_never_further_ahead_than_at_once(tmp_path):
     with_answers(range(40), lambda come: False)  # the rest, to the end: nobody waits for ever
     with_answers.wait()
     assert len(with_answers.known) == sum(row % 3 != 0 for row in range(40))
+
+
+def test_workers_that_run_in_this_thread_come_to_an_end(tmp_path):
+    """As a drill starts them: each would wait for itself if it waited for the look at a result."""
+    in_turn = Kept(lambda row: Answer("yes", "stop"), str, tmp_path / "kept.jsonl", at_once=2, start=_here)
+    assert len(in_turn(range(9), lambda come: False)) == len(in_turn.known) == 9
+
+
+def _here(work) -> None:
+    work()

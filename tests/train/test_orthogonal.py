@@ -35,11 +35,11 @@ def test_it_keeps_the_singular_vectors_and_makes_the_values_one():
 
 def test_a_stack_is_orthogonalised_matrix_by_matrix():
     """Control arm: the same numbers as one tall matrix are another update."""
-    stack = torch.randn(3, 12, 5, generator=torch.Generator().manual_seed(3))
+    stack = torch.randn(3, 12, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     stack[1] *= 1e-3  # an expert with few tokens moves as far as the others
-    each = torch.stack([orthogonal(matrix, torch.float32) for matrix in stack])
-    torch.testing.assert_close(orthogonal(stack, torch.float32), each, rtol=0, atol=1e-6)
-    as_one = orthogonal(stack.flatten(0, 1), torch.float32).view_as(stack)
+    each = torch.stack([orthogonal(matrix, torch.float64) for matrix in stack])
+    torch.testing.assert_close(orthogonal(stack, torch.float64), each, rtol=0, atol=1e-12)
+    as_one = orthogonal(stack.flatten(0, 1), torch.float64).view_as(stack)
     assert (as_one - each).abs().max() > 0.1
 
 

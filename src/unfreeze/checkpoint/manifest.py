@@ -25,7 +25,7 @@ from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.longer import Longer
-from unfreeze.quant.codec import Codec, Texted, as_table
+from unfreeze.quant.codec import Codec, as_table, texted
 from unfreeze.quant.formats import is_part, recognise
 from unfreeze.quant.scheme import Scheme, is_unread
 from unfreeze.quant.spelling import canonical
@@ -125,7 +125,7 @@ class Manifest:
             return None
         disk = self.by_model_name()
         scheme = recognised.as_stored({name: info.dtype for name, info in disk.items()})
-        texts = {codec: codec.text for codec in scheme.codecs if isinstance(codec, Texted)}
+        texts = {codec: codec.text for codec in scheme.codecs if texted(codec)}
         for codec, text in texts.items():
             first = next((info for name, info in disk.items() if name.endswith(f".{text}")), None)
             if first is not None and first.packed_from is None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from unfreeze.checkpoint.tensors import TORCH_DTYPE, stored_tensor
 from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError
-from unfreeze.quant.codec import Codec, Texted
+from unfreeze.quant.codec import Codec, texted
 from unfreeze.quant.requantize import below, rows_at_once
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _made(whole: PackedFrom, expert: int) -> dict[str, Tensor]:
     """The parts of one matrix as on disk. The last one is kept: its parts are requested one after another."""
     raw = stored_tensor(whole.matrices[expert]).contiguous().view(-1).view(torch.uint8)
     parts = whole.parts(raw, expert)
-    return whole.codec.stored_tensors(parts) if isinstance(whole.codec, Texted) else parts
+    return whole.codec.stored_tensors(parts) if texted(whole.codec) else parts
 
 
 def made(info: TensorInfo) -> Tensor:

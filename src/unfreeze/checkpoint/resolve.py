@@ -20,7 +20,7 @@ from unfreeze.checkpoint.manifest import MAX_TEXT, Manifest, TensorInfo
 from unfreeze.checkpoint.nested import name_on_disk
 from unfreeze.checkpoint.tensors import NAME, TORCH_DTYPE
 from unfreeze.core.dtypes import FLOATS
-from unfreeze.quant.codec import Codec, Texted, kept_suffixes
+from unfreeze.quant.codec import Codec, Texted, kept_suffixes, texted
 from unfreeze.quant.formats import foreign_dtype, foreign_format, foreign_parts, is_part, stored_packed
 from unfreeze.quant.scheme import Scheme, is_unread
 
@@ -130,14 +130,14 @@ class _Work:
             self.faults.add("tensors are missing", name_on_disk(self.manifest.prefix, name), cause=cause)
             return
         self.used.add(name)
-        if isinstance(codec, Texted) and suffix == codec.text:
+        if texted(codec) and suffix == codec.text:
             self._text(codec, param, shape, source, info)
             return
         if not _fits(info, dtype):
             detail = f"{info.name} is {info.dtype} {list(info.shape)}, the model needs {_name(dtype)}"
             self.faults.add("tensors have the wrong dtype", detail, cause=_why_dtype(info))
             return
-        column = isinstance(codec, Texted) and info.shape == (prod(source.shape), 1)
+        column = texted(codec) and info.shape == (prod(source.shape), 1)
         if info.shape != source.shape and not column and not _one_number(info.shape, source.shape):
             detail = f"{info.name} is {list(info.shape)} on disk, config.json makes it {list(source.shape)}"
             self.faults.add("tensors have the wrong shape", detail, cause=_why_shape(codec))

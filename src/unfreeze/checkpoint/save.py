@@ -23,7 +23,7 @@ from unfreeze.checkpoint.tensors import NAME
 from unfreeze.core.errors import FULL, CheckpointError
 from unfreeze.core.files import begin, sync_folder, write_file
 from unfreeze.core.units import format_bytes
-from unfreeze.quant.codec import Texted, kept_suffixes
+from unfreeze.quant.codec import kept_suffixes, texted
 from unfreeze.quant.scheme import CodecFor, nothing_packed
 from unfreeze.quant.spelling import on_disk
 
@@ -121,7 +121,7 @@ def disk_tensors(
             codec = codec_for(base)
             if codec is None or suffix not in codec.suffixes:
                 continue
-            if isinstance(codec, Texted):
+            if texted(codec):
                 raise CheckpointError(
                     f"{base} is in {codec.name}, whose texts are not kept: only a merge writes it",
                     next="write bf16 or int4 instead, or merge an adapter with --to same",

@@ -27,7 +27,7 @@ from unfreeze.compress.work import MergeWork, Out, Weight, WeightHome
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.quant.aimed import aimed, factor_of
-from unfreeze.quant.codec import Codec, Texted, kept_suffixes
+from unfreeze.quant.codec import Codec, kept_suffixes, texted
 from unfreeze.quant.kept import can_keep, kept, refitted
 from unfreeze.quant.nvfp4 import Nvfp4
 from unfreeze.quant.requantize import Scales, below, row_blocks
@@ -159,7 +159,7 @@ def packed(work: MergeWork, weight: Weight, shard: Shard) -> Iterator[tuple[Tens
 
 def _made(codec: Codec) -> tuple[str, ...]:
     """The parts that are computed again: a text beside them stays valid (quant/bitsandbytes.py: refit)."""
-    text = codec.text if isinstance(codec, Texted) else None
+    text = codec.text if texted(codec) else None
     return tuple(suffix for suffix in kept_suffixes(codec) if suffix != text)
 
 
@@ -177,7 +177,7 @@ def _read(weight: Weight, work: MergeWork, expert: int) -> tuple[Tensor, dict[st
             raise CheckpointError(f"{weight.name}.{suffix} is missing")
         info, shape = weight.parts[suffix], weight.codec.parts(rows, columns)[suffix][1]
         stored = stored_tensor(info)
-        if isinstance(weight.codec, Texted) and suffix == weight.codec.text:
+        if texted(weight.codec) and suffix == weight.codec.text:
             numbers = weight.codec.parse(bytes(stored.tolist()), info.name, rows, columns)
             parts[suffix] = torch.tensor(numbers).view(shape)
             continue

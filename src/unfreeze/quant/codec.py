@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard, cast, runtime_checkable
 
 from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError
@@ -87,7 +87,6 @@ class Codec(Protocol):
         ...
 
 
-@runtime_checkable
 class Texted(Protocol):
     """A codec with a text beside each weight on disk, and its codes as a column of bytes [n, 1].
 
@@ -121,6 +120,11 @@ class Texted(Protocol):
     def stored_tensors(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """suffix -> tensor on disk of one matrix's parts: the inverse of `parse`."""
         ...
+
+
+def texted(codec: object) -> TypeGuard[Texted]:
+    """isinstance(codec, Texted) takes 60 us in Python 3.11: 13 s over the 207,000 tensors of Kimi-K2."""
+    return hasattr(codec, "with_text")
 
 
 @runtime_checkable

@@ -35,6 +35,8 @@ def canonical(name: str) -> str:
 
 def on_disk(name: str) -> str:
     """The inverse of `canonical`."""
+    if not name.endswith(("blocks", "scales", "absmax", "quant_map", "nf4", "fp4")):
+        return name
     return _spelled(name, _WRITTEN)
 
 

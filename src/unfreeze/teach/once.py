@@ -43,7 +43,7 @@ class Kept(Generic[T]):
     key      one request -> its name
     path     the file
     at_once  requests at the same time
-    start    starts one of so many workers
+    start    starts a worker, which sends one request
 
     Raises CheckpointError for a file that something else wrote.
     """
@@ -90,20 +90,16 @@ class Kept(Generic[T]):
         come: queue.SimpleQueue[tuple[str, Come]] = queue.SimpleQueue()
         for item in missing.items():
             waiting.put(item)
-        # A worker asks only while fewer than at_once results wait for `leave`: what is asked may cost money.
-        ahead = threading.Semaphore(self.at_once)
 
         def work() -> None:
-            while ahead.acquire() and not left.is_set():
-                try:
-                    key, row = waiting.get_nowait()
-                except queue.Empty:
-                    return
+            if not left.is_set():
+                key, row = waiting.get_nowait()
                 come.put((key, self._one(key, row)))
 
-        begun = (self._start(work) for _ in range(min(self.at_once, len(missing))))
-        self._working = [thread for thread in begun if thread is not None]
+        # One request a worker, the next worker when `leave` has seen a result: what is asked may cost money.
         try:
+            for _ in range(min(self.at_once, len(missing))):
+                self._begin(work)
             pending = len(missing)
             while pending and not leave(None):
                 try:
@@ -115,11 +111,17 @@ class Kept(Generic[T]):
                     errors[key] = each
                 if leave(each):
                     break
-                ahead.release()
+                if pending >= self.at_once:
+                    self._begin(work)
         finally:
             left.set()
-            ahead.release(self.at_once)
         return [self._known.get(key) or errors.get(key) for key in keys]
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        begun = self._start(work)
+        self._working = [thread for thread in self._working if thread.is_alive()]
+        if begun is not None:
+            self._working.append(begun)
 
     def _one(self, key: str, row: T) -> Come:
         """Ask, and keep the answer."""

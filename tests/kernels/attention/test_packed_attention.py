@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from unfreeze.kernels.attention import Bucket, DocumentLayout, documents, reference_attention
+from unfreeze.kernels.attention import Bucket, DocumentLayout, reference_attention
 from unfreeze.kernels.packed_attention import packed_attention
 
 LENGTHS = {
@@ -92,8 +92,8 @@ def test_control_arm_without_boundaries_gradient_crosses():
 
 @pytest.mark.parametrize("d, v, groups", [(64, 64, 4), (192, 128, 4), (64, 64, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cpu_takes_the_flash_path_without_the_score_matrix(d, v, groups, dtype, monkeypatch):
-    monkeypatch.setattr(documents, "choose", lambda op, *_: op.reference)  # whatever a record says
+def test_cpu_takes_the_flash_path_without_the_score_matrix(d, v, groups, dtype, attention_runs):
+    attention_runs("reference")
     starts, tensors, grad = inputs([5, 30], 4, groups, d, v, dtype)
     layout = DocumentLayout.build(starts, 35)
     with profile(activities=[ProfilerActivity.CPU]) as record:

@@ -276,6 +276,6 @@ def test_packed_experts_are_compared_with_float64():
     packed = packed_op()
     truth = measure.Truth(packed, packed.cases[0], CPU, FLOAT)
     assert all(x.dtype == torch.float64 for x in truth.exact[0])
-    assert truth.errors(packed.candidates["panels"].load())[0] <= packed.tolerance[FLOAT]
+    assert truth.errors(packed.candidates["panels"].load()).forward <= packed.tolerance[FLOAT]
     with pytest.raises(ValueError, match="codes expand to"):
         measure.Truth(dataclasses.replace(packed, against=None), packed.cases[0], CPU, FLOAT)

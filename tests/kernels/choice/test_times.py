@@ -48,7 +48,7 @@ def test_rows_are_kept_and_newer_ones_replace_them(tmp_path):
 @pytest.mark.parametrize(
     "changed",
     [
-        ("cpu_class", lambda: "cpu-avx2"),
+        ("cpu_class", lambda: "cpu-of-another-class"),
         ("processor", lambda: "another CPU"),
         ("machine", lambda device: {"loops": "edited"}),
     ],

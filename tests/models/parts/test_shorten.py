@@ -298,7 +298,8 @@ def test_experts_inside_are_chosen_for_groups_and_can_be_given_again():
 
 
 @pytest.mark.parametrize("by", [1, 2, 4])
-def test_what_it_holds_for_backward_is_what_it_counts(by):
+def test_what_it_holds_for_backward_is_what_it_counts(by, attention_runs):
+    attention_runs("reference")
     model = cases.made([{"at": "layers.*", "part": "shorten", "by": by}], hidden_size=128, head_dim=32)
     counted = model.layers[0].bytes(torch.float32, "cpu").held
     assert cases.held(model, model.layers[0]) == pytest.approx(counted, rel=0.03)

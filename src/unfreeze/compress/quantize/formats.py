@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.quant.bitsandbytes import Bits4
-from unfreeze.quant.codec import Codec, Part, Texted, finite
+from unfreeze.quant.codec import Codec, Part, finite, texted
 from unfreeze.quant.fp8_scaled import Fp8Scaled
 from unfreeze.quant.int4 import Int4
 from unfreeze.quant.integers import ROW, Integers
@@ -148,7 +148,7 @@ def fused(codec: Codec, model_type: str) -> Codec:
 
 def stored_parts(codec: Codec, rows: int, columns: int) -> dict[str, Part]:
     """suffix -> (dtype, shape) of everything that is on disk for one [out, in] matrix."""
-    if isinstance(codec, Texted):
+    if texted(codec):
         return codec.stored_parts(rows, columns)
     extras = codec.disk_extras(rows, columns)
     return codec.parts(rows, columns) | {suffix: ("I32", (len(n),)) for suffix, n in extras.items()}
@@ -158,7 +158,7 @@ def stored_tensors(codec: Codec, parts: Mapping[str, Tensor], rows: int, columns
     """suffix -> tensor on disk, for the parts of one [out, in] matrix."""
     import torch
 
-    if isinstance(codec, Texted):
+    if texted(codec):
         return codec.stored_tensors(parts)
     extras = codec.disk_extras(rows, columns)
     return {**parts, **{suffix: torch.tensor(n, dtype=torch.int32) for suffix, n in extras.items()}}
