@@ -51,26 +51,30 @@ class Live(TorchDispatchMode):
 
 ADD = torch.ops.aten.add.Tensor
 ATEN = torch.ops.aten
-PRODUCTS = (ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default, ATEN.baddbmm.default)
+INTO = {  # an operation that writes to `out` or its first argument: the one that returns the same
+    ATEN.mm.out: ATEN.mm.default,
+    ATEN.addmm.out: ATEN.addmm.default,
+    ATEN.addmm_.default: ATEN.addmm.default,
+}
 ATTENTION = (
     ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
+PRODUCTS = {*INTO, *INTO.values(), ATEN.bmm.default, ATEN.baddbmm.default, *ATTENTION}
 
 
 def quick(function, args, kwargs):
-    """The operation's result. A CPU without bf16 units multiplies in float32, 40 times as fast: what lies on the way
-    is not counted, and tensors of the same size and dtype come out."""
+    """The operation's result. A CPU without bf16 units multiplies in float32, 40 times as fast: what lies on the
+    way is not counted, and tensors of the same size and dtype come out."""
     narrow = args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.bfloat16
-    if (
-        not narrow
-        or args[0].device.type != "cpu"
-        or multiplies_bf16()
-        or function not in PRODUCTS + ATTENTION
-    ):
+    if not narrow or function not in PRODUCTS or multiplies_bf16() or args[0].device.type != "cpu":
         return function(*args, **kwargs)
-    wide = tree_map_only(torch.Tensor, torch.Tensor.float, (args, kwargs))
-    out = function(*wide[0], **wide[1])
+    target = kwargs.get("out", args[0]) if function in INTO else None
+    left = {key: value for key, value in kwargs.items() if key != "out"}
+    wide, named = tree_map_only(torch.Tensor, torch.Tensor.float, (args, left))
+    out = INTO.get(function, function)(*wide, **named)
+    if target is not None:
+        return target.copy_(out)
     if function is ATTENTION[0]:
         return out[0].bfloat16(), out[1]  # and the sums of exponentials
     return tree_map_only(torch.Tensor, torch.Tensor.bfloat16, out)
