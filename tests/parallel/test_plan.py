@@ -415,6 +415,7 @@ def predicted(config, dtype, recompute, live, monkeypatch, documents=16) -> floa
     # torch's dispatch modes see the thread they are set in
     monkeypatch.setattr(loop_cpu, "WORKERS_FROM", math.inf)
     monkeypatch.setattr(workspace, "SPREAD_FROM", math.inf)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     release_scratch()
     shape = models.shape(config | {"num_hidden_layers": 2})
     model = models.build(shape, dtype=dtype, device="cpu")
