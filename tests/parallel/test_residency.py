@@ -106,7 +106,7 @@ def family(request, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_resident_models_numbers_to_the_bit(dtype: torch.dtype, recompute: str) -> None:
     """Two steps of several documents in chunks, idle buffers full of NaN."""
-    given = batch(512, 16, 256)
+    given = batch(512, 16, 256) if dtype == torch.float32 else batch(128, 4, 256)  # bf16 is slow on some CPUs
     wanted = step(opened(TINY_K2, dtype, "device"), recompute, given)
     assert len(wanted) > 70
     for experts in ("disk", "host"):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from unfreeze.core.cpu import multiplies_bf16
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels.choice import choose, measure, ops, record
 from unfreeze.kernels.choice.op import Candidate, Case, Op, capability
@@ -40,6 +41,12 @@ LARGE = {  # seconds each: nightly, and the op's smaller cases here
 
 def is_large(name, index):
     return ops.import_op(name).cases[index].bucket in LARGE.get(name, ())
+
+
+def is_slow(name, dtype, device):
+    """A GEMM in bf16 on a CPU without units for it: 40 times as long as in float32, which is compared there."""
+    narrow = dtype == torch.bfloat16 and device == "cpu" and not multiplies_bf16()
+    return narrow and name == "linear_cross_entropy"
 
 
 COMPARED = [
@@ -127,7 +134,8 @@ def test_a_case_is_of_the_bucket_it_says(name, index, device, monkeypatch):
     for dtype in case.dtypes:
         monkeypatch.setattr(choose, "_CHOSEN", {})
         given = op, public, case, torch.device(device), dtype
-        found = first_asked(*given, monkeypatch) if is_large(name, index) else asked(*given)
+        quick = is_large(name, index) or is_slow(name, dtype, device)
+        found = first_asked(*given, monkeypatch) if quick else asked(*given)
         assert found == {case.bucket}
 
 
@@ -147,6 +155,8 @@ def test_each_candidate_agrees_with_the_reference_in_float64_forward_and_backwar
     op, where = ops.import_op(name), torch.device(device)
     case, held = op.cases[index], 0
     for dtype in case.dtypes:
+        if is_slow(name, dtype, device):
+            continue
         truth = measure.Truth(op, case, where, dtype)
         own = truth.errors(op.reference)
         assert max(own.forward, own.backward) <= op.tolerance[dtype], (
