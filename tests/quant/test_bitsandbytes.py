@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.quant import Packed, not_followed, recognise
 from unfreeze.quant.bitsandbytes import Bits4, Bits8
-from unfreeze.quant.codec import Texted
+from unfreeze.quant.codec import texted
 from unfreeze.quant.halves import Halves, stacked
 from unfreeze.quant.spelling import canonical
 
@@ -88,7 +88,7 @@ def test_a_stack_is_read_like_its_matrices_and_gate_and_up_keep_blocks_of_their_
         assert stack.shape == (2, *one.shape) and torch.equal(stack.dequantize()[0], case["expanded"])
         assert torch.equal(stack[1].dequantize(), stack.dequantize()[1])
         codec = stacked(one.codec, 2 * one.shape[0], one.shape[1])
-        assert isinstance(codec, Halves) and isinstance(one.codec, Texted)
+        assert isinstance(codec, Halves) and texted(one.codec)
         halves = {f"{half}_{part}": tensor for half in ("gate", "up") for part, tensor in one.parts.items()}
         assert torch.equal(
             Packed(codec, halves).dequantize(), torch.cat((case["expanded"], case["expanded"]))
