@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard, cast, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
 
 from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
     import torch
     from torch import Tensor
 
@@ -122,7 +124,7 @@ class Texted(Protocol):
         ...
 
 
-def texted(codec: object) -> TypeGuard[Texted]:
+def texted(codec: object) -> TypeIs[Texted]:
     """isinstance(codec, Texted) takes 60 us in Python 3.11: 13 s over the 207,000 tensors of Kimi-K2."""
     return hasattr(codec, "with_text")
 
