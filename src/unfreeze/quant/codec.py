@@ -21,10 +21,9 @@ from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeIs
-
     import torch
     from torch import Tensor
+    from typing_extensions import TypeIs
 
 Part = tuple[str, tuple[int, ...]]
 """(dtype, shape) of a tensor, e.g. ("BF16", (4, 2))."""
