@@ -124,7 +124,7 @@ class Texted(Protocol):
 
 
 def texted(codec: object) -> TypeIs[Texted]:
-    """isinstance(codec, Texted) takes 60 us in Python 3.11: 13 s over the 207,000 tensors of Kimi-K2."""
+    """True if the codec is a Texted. Python 3.11 takes 25 us for isinstance of a Protocol."""
     return hasattr(codec, "with_text")
 
 
