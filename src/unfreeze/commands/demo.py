@@ -32,6 +32,7 @@ from unfreeze.core.events import RESOLVED, EventLog
 from unfreeze.core.layout import Layout
 from unfreeze.core.schema import PromptSource
 from unfreeze.evaluate.style import changes, compare_style
+from unfreeze.kernels.choice.ahead import compiling
 from unfreeze.recipes import sft
 from unfreeze.report.html import write_report
 from unfreeze.tracking.console import PipeConsole
@@ -75,23 +76,24 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     items = [
         json.loads(line) for line in (TINY_K2 / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    # the same questions before and after training
-    before, gap_before = ask_heldout(TINY_K2, items)
-    trained = sft.train(
-        sft.Config(
-            model=str(TINY_K2),
-            data=fields.Data(files=(str(TINY_K2 / "yoda_train.jsonl"),)),
-            out=str(out),
-            seed=config.seed,
-            training=Training(epochs=config.epochs, tokens_per_step=1024),
-            optimizer=fields.Optimizer(learning_rate=config.learning_rate, weight_decay=0.3),
-            memory=Memory(dtype="float32", threads=1),
-            place=Layout(recompute="nothing"),
-            watch=Watch(samples=0),
-            lora=LoraConfig(rank=config.rank, alpha=2.0 * config.rank),
-        ),
-        common,
+    job = sft.Config(
+        model=str(TINY_K2),
+        data=fields.Data(files=(str(TINY_K2 / "yoda_train.jsonl"),)),
+        out=str(out),
+        seed=config.seed,
+        training=Training(epochs=config.epochs, tokens_per_step=1024),
+        optimizer=fields.Optimizer(learning_rate=config.learning_rate, weight_decay=0.3),
+        memory=Memory(dtype="float32", threads=1),
+        place=Layout(recompute="nothing"),
+        watch=Watch(samples=0),
+        lora=LoraConfig(rank=config.rank, alpha=2.0 * config.rank),
     )
+    # On a new machine a second process compiles the loops of training while the questions are asked: training
+    # itself takes one thread, which starts none.
+    with compiling("cpu", 0, "float32"):
+        # the same questions before and after training
+        before, gap_before = ask_heldout(TINY_K2, items)
+        trained = sft.train(job, common)
     if not trained["finished"]:
         print(f"to continue the demo: unfreeze demo --out {out}", file=sys.stderr)
         return trained

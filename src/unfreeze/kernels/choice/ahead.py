@@ -40,9 +40,16 @@ def compiling(device: str, threads: int, dtype: str) -> Iterator[subprocess.Pope
     if done_stamp is None or done_stamp.exists():
         yield None
         return
-    quiet = subprocess.DEVNULL
-    command = [sys.executable, "-m", COMPILER, dtype, device]
-    process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+    with beside(COMPILER, dtype, device) as process:
+        yield process
+
+
+@contextmanager
+def beside(module: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """While the body runs, so does `python -m module …` in a second process. It stops with the body."""
+    nowhere = subprocess.DEVNULL
+    command = [sys.executable, "-m", module, *arguments]
+    process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
     _RUNNING.append(process)
     try:
         yield process

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -47,8 +48,8 @@ from unfreeze.kernels.loops.bf16_tile import (
 )
 from unfreeze.kernels.loops.llvm import Value, instruction_of_kind
 
-FLOAT32, BF16 = 0, 1
-"""Kinds of dense numbers in caches and factors."""
+FLOAT32, BF16 = np.int64(0), np.int64(1)
+"""Kinds of dense numbers in caches and factors. As int64: numba compiles a loop anew for each literal int."""
 AHEAD = 2048  # bytes: four rows of 1,024 weights of 4 bits
 CHAINS = 8  # sums that do not wait for each other: a product takes 4 to 6 cycles, one starts in each
 

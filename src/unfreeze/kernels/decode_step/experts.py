@@ -13,11 +13,12 @@ import numpy as np
 from unfreeze.kernels.decode_step.atomic import every, floats, integers
 from unfreeze.kernels.decode_step.dots import FLOAT32
 from unfreeze.kernels.decode_step.pointer import Callee, call_products
-from unfreeze.kernels.decode_step.rows import activated, pack
+from unfreeze.kernels.decode_step.rows import activated, copy, pack
 from unfreeze.kernels.decode_step.thin import (
     CACHED,
     FRESH,
     NUMBERS,
+    ZERO,
     add_of_slots,
     add_thin,
     of_slot,
@@ -62,7 +63,7 @@ def choose(like, job, rows, arguments, numbers):
         for e in range(experts):
             s[e] = sigmoid(z[e])
     elif score == LOGITS:
-        s[:] = z
+        copy(z, s)
     else:
         largest, total = np.float32(-np.inf), np.float32(0.0)
         for e in range(experts):
@@ -79,7 +80,7 @@ def choose(like, job, rows, arguments, numbers):
         of_group, part = np.zeros(groups, np.float32), np.empty(size, np.float32)
         top, kept = np.empty(best, np.int64), np.empty(keep, np.int64)
         for g in range(groups):
-            part[:] = rank[g * size : (g + 1) * size]
+            copy(rank[g * size : (g + 1) * size], part)
             _best(part, best, top)
             for k in range(best):
                 of_group[g] += rank[g * size + top[k]]
@@ -219,7 +220,9 @@ def up(like, job, rows, arguments, numbers):
             for j in range(n):
                 value = sums[half, j * size : (j + 1) * size]
                 if weight:
-                    value *= floats(weight, end)[r + j]
+                    factor = floats(weight, end)[r + j]
+                    for k in range(size):
+                        value[k] *= factor
                 if bias:
                     all_ = floats(bias, expert + 2 * I)
                     for k in range(size):
@@ -244,7 +247,7 @@ def down(like, job, rows, arguments, numbers):
     for s in range(rows):
         to = floats(y + s * y_stride, D)[first : first + size]
         if add:
-            to[:] = floats(add + s * add_stride, D)[first : first + size]
+            copy(floats(add + s * add_stride, D)[first : first + size], to)
         else:
             to[:] = np.float32(0.0)
     A = integers(used, 1)[0]
@@ -265,7 +268,7 @@ def down(like, job, rows, arguments, numbers):
             )  # fmt: skip
             if of_slots:
                 add_of_slots(
-                    B_tile, slots, of_slots, token, r, n, in_use[place], 0, first, size, D, thin,
+                    B_tile, slots, of_slots, token, r, n, in_use[place], ZERO, first, size, D, thin,
                     thin_stride, sums,
                 )  # fmt: skip
             elif thin:
@@ -276,7 +279,9 @@ def down(like, job, rows, arguments, numbers):
             for j in range(n):
                 value = sums[j * size : (j + 1) * size]
                 if bias:
-                    value += floats(bias, row + size)[row : row + size]
+                    more = floats(bias + 4 * row, size)
+                    for k in range(size):
+                        value[k] += more[k]
                 to = floats(y + tokens[r + j] * y_stride, D)[first : first + size]
                 share = floats(weight, end)[r + j] if weight else np.float32(1.0)
                 for k in range(size):

@@ -18,6 +18,7 @@ import numpy as np
 
 from unfreeze.kernels.decode_step.atomic import floats, integers
 from unfreeze.kernels.decode_step.pointer import Callee, call_products
+from unfreeze.kernels.decode_step.rows import copy
 from unfreeze.kernels.loops.numba_options import inner
 
 HEAD, PART = 4, 9
@@ -35,7 +36,8 @@ def placed(sums, count, out, first, num_rows, n):
     """Sums [n, count] of rows from `first` on, into those of all rows."""
     all_ = floats(out, n * num_rows)
     for j in range(n):
-        all_[j * num_rows + first : j * num_rows + first + count] = sums[j * count : (j + 1) * count]
+        to = all_[j * num_rows + first : j * num_rows + first + count]
+        copy(sums[j * count : (j + 1) * count], to)
 
 
 @Callee

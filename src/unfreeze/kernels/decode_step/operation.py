@@ -41,6 +41,17 @@ class Operation:
     only_wide: bool = False
 
 
+def loops_of(operations: Sequence[Operation], wide: bool) -> list[Callee]:
+    """The loops of the table for few rows and, if `wide`, of that for many, in their order."""
+    loops: list[Callee] = []
+    for operation in operations:
+        if not operation.only_wide or wide:
+            loops.append(operation.loop)
+        if wide and operation.wide is not None:
+            loops.append(operation.wide.loop)
+    return loops
+
+
 def table_of(operations: Sequence[Operation], pairs: bool, wide: bool) -> np.ndarray:
     """The table for few rows or for many. pairs: the program multiplies in bf16."""
     table = np.zeros((len(operations), COLUMNS), np.int64)

@@ -19,8 +19,18 @@ import numpy as np
 from unfreeze.kernels.decode_step.atomic import every, floats, integers
 from unfreeze.kernels.decode_step.dots import FLOAT32
 from unfreeze.kernels.decode_step.pointer import Callee, call_products
-from unfreeze.kernels.decode_step.rows import activated, combine, dot, pack, size_of, softmax, squares, store
-from unfreeze.kernels.decode_step.thin import CACHED, FRESH, NUMBERS, add_of_slots, add_thin, of_slot
+from unfreeze.kernels.decode_step.rows import (
+    activated,
+    combine,
+    copy,
+    dot,
+    pack,
+    size_of,
+    softmax,
+    squares,
+    store,
+)
+from unfreeze.kernels.decode_step.thin import CACHED, FRESH, NUMBERS, ZERO, add_of_slots, add_thin, of_slot
 from unfreeze.kernels.loops.bf16_tile import LINE, prefetch
 from unfreeze.kernels.loops.numba_options import inner, sigmoid
 
@@ -50,7 +60,7 @@ def norm(like, job, rows, arguments, numbers):
         for i in range(width):
             to[i] = factors[i] * (part[i] * scale)
     if packed:
-        pack(like, target, 0, packed + job * packed_stride)
+        pack(like, target, ZERO, packed + job * packed_stride)
 
 
 @Callee
@@ -58,7 +68,7 @@ def pack_rows(like, job, rows, arguments, numbers):
     """Row `job` in packed form."""
     a = every(arguments)
     x, x_stride, width, packed, packed_stride = a[:5]
-    pack(like, floats(x + job * x_stride, width), 0, packed + job * packed_stride)
+    pack(like, floats(x + job * x_stride, width), ZERO, packed + job * packed_stride)
 
 
 @Callee
@@ -86,7 +96,8 @@ def linear(like, job, rows, arguments, numbers):
         )  # fmt: skip
         if of_slots:
             add_of_slots(
-                B_tile, slots, of_slots, 0, s, n, 0, 0, first, count, height, thin, thin_stride, sums
+                B_tile, slots, of_slots, ZERO, s, n, ZERO, ZERO, first, count, height, thin, thin_stride,
+                sums,
             )  # fmt: skip
         elif thin:
             low = thin + s * thin_stride
@@ -96,7 +107,9 @@ def linear(like, job, rows, arguments, numbers):
         for j in range(n):
             value = sums[j * count : (j + 1) * count]
             if bias:
-                value += floats(bias, height)[first : first + count]
+                more = floats(bias + 4 * first, count)
+                for k in range(count):
+                    value[k] += more[k]
             target = floats(y + (s + j) * y_stride, height)[first : first + count]
             if add:
                 source = floats(add + (s + j) * add_stride, height)[first : first + count]
@@ -184,7 +197,7 @@ def rotate_heads(like, job, rows, arguments, numbers):
                 to[i] *= scale
         if packed:
             size = size_of(like)
-            pack(like, to, 0, packed + job * packed_stride + size * h * width)
+            pack(like, to, ZERO, packed + job * packed_stride + size * h * width)
     if cache:
         where = cache + job * cache_row + integers(positions, rows)[job] * cache_position
         store(cache_kind, floats(out + job * out_stride, heads * width), where)
@@ -206,7 +219,7 @@ def _scores(like, tile, keys, stride, count, width, qs, heads, scale, scores, ah
     """
     values, value_stride, value_size, key_size = ahead
     xs, out = np.empty(4, np.int64), np.empty(4 * POSITIONS, np.float32)
-    _ask(keys, stride, 0, count, key_size)
+    _ask(keys, stride, ZERO, count, key_size)
     for i in range(0, count, POSITIONS):
         size = min(POSITIONS, count - i)
         _ask(keys, stride, i + POSITIONS, count, key_size)
@@ -276,7 +289,7 @@ def attend(like, job, rows, arguments, numbers):
             to[i] *= share
         if packed:
             size = size_of(like)
-            pack(like, to, 0, packed + s * packed_stride + size * head * value_width)
+            pack(like, to, ZERO, packed + s * packed_stride + size * head * value_width)
 
 
 @inner
@@ -325,8 +338,8 @@ def into_latent(like, job, rows, arguments, numbers):
             for r in range(rank):
                 t[r] *= scale
             combine(A_kind, row[:latent], t, A, latent * (4 if A_kind == FLOAT32 else 2))
-        row[latent:] = head[nope:]
-        pack(like, row, 0, packed + s * packed_stride + job * head_stride)
+        copy(head[nope:], row[latent:])
+        pack(like, row, ZERO, packed + s * packed_stride + job * head_stride)
 
 
 @Callee
@@ -357,7 +370,7 @@ def out_of_latent(like, job, rows, arguments, numbers):
             for i in range(value_width):
                 to[i] += dot(B_kind, t, B + (first + i) * rank * (4 if B_kind == FLOAT32 else 2))
         if packed:
-            pack(like, to, 0, packed + s * packed_stride + size_of(like) * job * value_width)
+            pack(like, to, ZERO, packed + s * packed_stride + size_of(like) * job * value_width)
 
 
 @Callee

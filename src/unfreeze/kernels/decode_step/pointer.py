@@ -37,6 +37,17 @@ class Callee:
             self._addresses[pairs] = compiled.library.get_pointer_to_function(name)
         return self._addresses[pairs]
 
+    @property
+    def compiled(self) -> bool:
+        """True if this process compiled it: the cache did not have it."""
+        return bool(self.loop.stats.cache_misses)
+
+    @property
+    def name(self) -> str:
+        """module:name, as another process finds it; "" for a loop that a function made."""
+        function = self.loop.py_func
+        return "" if "<" in function.__qualname__ else f"{function.__module__}:{function.__qualname__}"
+
 
 def _call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     """Call the function at arguments[0] with the others, by numba's convention; 1 if it raised, else 0."""

@@ -20,9 +20,10 @@ from unfreeze.kernels.attention import CAUSAL, Mask
 from unfreeze.kernels.decode_step import ops, team, thin
 from unfreeze.kernels.decode_step.buffers import Row, Store, memory_of
 from unfreeze.kernels.decode_step.codes import CHUNK
+from unfreeze.kernels.decode_step.compile import compile_all
 from unfreeze.kernels.decode_step.dots import FLOAT32
 from unfreeze.kernels.decode_step.formats import packed_weight
-from unfreeze.kernels.decode_step.operation import Operation, Wide, table_of
+from unfreeze.kernels.decode_step.operation import Operation, Wide, loops_of, table_of
 from unfreeze.kernels.decode_step.ops import ACT_WIDTH, LINEAR_ROWS
 from unfreeze.kernels.decode_step.pointer import Callee
 from unfreeze.kernels.decode_step.slots import NONE, SlotTable
@@ -448,6 +449,7 @@ class Program:
         """Turn the list into the table that the loop reads."""
         wide = self._wide_from is not None
         follow(self._operations)
+        compile_all(loops_of(self._operations, wide), self.pairs)
         self._tables = [table_of(self._operations, self.pairs, many) for many in (False, wide)]
         self._numbers = np.zeros((len(self._operations), ops.NUMBERS), np.float32)
         for i, operation in enumerate(self._operations):

@@ -17,12 +17,13 @@ from unfreeze.kernels.decode_step.atomic import every, floats, integers
 from unfreeze.kernels.decode_step.codes import CHUNK
 from unfreeze.kernels.decode_step.dots import FLOAT32
 from unfreeze.kernels.decode_step.pointer import Callee, call_products
-from unfreeze.kernels.decode_step.rows import dot, pack
+from unfreeze.kernels.decode_step.rows import copy, dot, pack
 from unfreeze.kernels.loops.numba_options import inlined, inner
 
 NUMBERS = 3
 FRESH, CACHED = 1, 4  # `step` of products (tiles.py): weights come from memory, or were just read
 ENTRY = 32  # bytes
+ZERO, ONE = np.int64(0), np.int64(1)  # not literals, for which numba compiles a loop anew
 
 
 @inner
@@ -44,8 +45,8 @@ def add_thin(tile, kind, B, first, count, height, rank, low, low_stride, n, scal
         for j in range(4):
             xs[j] = packed.ctypes.data + 4 * whole * min(j, n - 1)
         for j in range(n):
-            row[:rank] = floats(low + j * low_stride, rank)
-            pack(like, row, 0, xs[j])
+            copy(floats(low + j * low_stride, rank), row[:rank])
+            pack(like, row, ZERO, xs[j])
         call_products(
             tile, like, tiled, CACHED, B + first * stride, stride, 0, 0, 0, 0, whole, xs.ctypes.data, n,
             out.ctypes.data,

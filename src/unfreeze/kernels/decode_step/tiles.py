@@ -24,6 +24,7 @@ from unfreeze.kernels.decode_step.atomic import floats, integers, octets, words
 from unfreeze.kernels.decode_step.codes import CHUNK, row_class
 from unfreeze.kernels.decode_step.dots import products, weights
 from unfreeze.kernels.decode_step.pointer import Callee
+from unfreeze.kernels.decode_step.rows import copy
 from unfreeze.kernels.loops.numba_options import inner, widen
 
 
@@ -94,7 +95,7 @@ def tile(kind: str) -> Callee:
                 if n:
                     _add_rest(like, part, i, num_rows, whole * CHUNK, width, xs, n, out)
                 else:
-                    floats(out, (i + 1) * width)[i * width + whole * CHUNK :] = part[:rest]
+                    copy(part[:rest], floats(out + 4 * (i * width + whole * CHUNK), rest))
 
     return Callee(rows)
 

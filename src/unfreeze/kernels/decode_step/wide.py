@@ -18,7 +18,7 @@ from unfreeze.kernels.decode_step.atomic import every, floats
 from unfreeze.kernels.decode_step.operation import Operation
 from unfreeze.kernels.decode_step.ops import LINEAR_ROWS
 from unfreeze.kernels.decode_step.pointer import Callee
-from unfreeze.kernels.decode_step.thin import NUMBERS, add_of_slots, add_thin
+from unfreeze.kernels.decode_step.thin import NUMBERS, ONE, ZERO, add_of_slots, add_thin
 from unfreeze.kernels.loops.amx_tile import SIDE, TILE, available, block, configure, restore, transpose
 from unfreeze.kernels.loops.bf16_tile import LINE
 from unfreeze.kernels.loops.numba_options import inner
@@ -75,11 +75,12 @@ def _finish(a, f, s, first, sums):
         sums[:] = np.float32(0.0)
         if of_slots:
             add_of_slots(
-                B_tile, slots, of_slots, 0, s, 1, 0, 0, first, count, height, thin, thin_stride, sums
+                B_tile, slots, of_slots, ZERO, s, ONE, ZERO, ZERO, first, count, height, thin, thin_stride,
+                sums,
             )  # fmt: skip
         else:
             add_thin(
-                B_tile, B_kind, B, first, count, height, rank, thin + s * thin_stride, 0, 1, f[1], sums
+                B_tile, B_kind, B, first, count, height, rank, thin + s * thin_stride, ZERO, ONE, f[1], sums
             )  # fmt: skip
         for k in range(count):
             target[k] += sums[k]
