@@ -18,6 +18,7 @@ from unfreeze.kernels import linear_cross_entropy as linear_cross_entropy_folder
 from unfreeze.kernels.choice.choose import Choice
 from unfreeze.kernels.linear_cross_entropy import (
     OP,
+    DenseHead,
     block_cost,
     head_cross_entropy,
     linear_cross_entropy,
@@ -28,6 +29,7 @@ from unfreeze.kernels.linear_cross_entropy.blocks import (
     CPU_BLOCK_BYTES,
     MAX_BLOCK_ROWS,
     MIN_BLOCK_ROWS,
+    least_rows,
     rows_per_block,
 )
 from unfreeze.kernels.loops import triton_options
@@ -191,6 +193,30 @@ def test_block_rows_follow_the_byte_budget_of_the_device():
     assert rows_per_block(1200, 151_936, 2, "cpu", trained=True) == 600  # two even ones, not 1,104 and 96
     assert rows_per_block(10**6, 8192, 2, "cpu", trained=False) * 2 * 8192 <= CPU_BLOCK_BYTES["frozen"]
     assert rows_per_block(10**6, 163_840, 2, "cuda", trained=True) <= MAX_BLOCK_ROWS
+    # float32 lays out the head anew for each block
+    least = [
+        least_rows(dtype, device) for dtype in (torch.float32, torch.bfloat16) for device in ("cpu", "cuda")
+    ]
+    assert least == [512, 128, 128, 128]
+    assert rows_per_block(10**6, 151_936, 4, "cpu", False, least[0]) == 512
+    assert block_cost(151_936, torch.float32, torch.device("cpu"), trained=False)[0] == 512
+
+
+@pytest.mark.parametrize("factor, softcap, bias", [(1.0, None, False), (2.0, 3.0, True)])
+def test_a_frozen_head_in_fewer_bits_is_multiplied_as_its_float32_copy_is(factor, softcap, bias):
+    """By blocks, without a copy of the head or of the logits."""
+    hidden, weight, bias_V, targets, weights = inputs()
+    answers = []
+    for held in (torch.bfloat16, torch.float32):
+        rows = hidden.detach().float().requires_grad_()
+        W = weight.detach().to(torch.bfloat16).to(held)
+        head = nn.Module()
+        head.dense_head = lambda W=W: DenseHead(W, bias_V.detach().float() if bias else None, factor, softcap)
+        loss, correct, log_p = head_cross_entropy(rows, head, targets, weights, 10)
+        loss.backward()
+        answers.append((loss.detach(), correct, log_p, rows.grad))
+    for held, copied in zip(*answers, strict=True):
+        torch.testing.assert_close(held, copied, rtol=1e-5, atol=1e-6)
 
 
 def test_the_plan_is_told_the_rows_and_bytes_of_a_block(monkeypatch):

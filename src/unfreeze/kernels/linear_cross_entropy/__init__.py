@@ -28,6 +28,7 @@ from unfreeze.kernels.linear_cross_entropy.blocks import (
     Sums,
     TargetSums,
     Words,
+    least_rows,
     rows_per_block,
     through_dense,
     through_head,
@@ -75,7 +76,7 @@ def linear_cross_entropy(
         -> (sum_n w_n · -log p_n,  sum_n w_n [z_n[target_n] is the largest],  log p_N)
         with `words`, z_n[:num_ids] / temperature takes the place of z_n
 
-    hidden_ND  [N, D] in the dtype of weight_VD [V, D]
+    hidden_ND  [N, D] in the dtype of weight_VD [V, D]; a frozen weight may be held in a narrower one
     targets_N  int64
     weights_N  float32, of any sign: a policy gradient has negative ones
 
@@ -105,7 +106,7 @@ def head_cross_entropy(
     packed or adapted one runs its own forward and backward, by blocks.
     """
     dense = _dense(head)
-    if dense is not None and dense.weight_VD.dtype == hidden_ND.dtype:
+    if dense is not None and _multiplies(dense.weight_VD, hidden_ND):
         scaled_ND = hidden_ND if dense.factor == 1 else hidden_ND * dense.factor
         inputs = scaled_ND, dense.weight_VD, dense.bias_V, targets_N, weights_N
         return linear_cross_entropy(*inputs, block_rows, impl, softcap=dense.softcap, words=words)
@@ -126,7 +127,7 @@ def sums_through_head(hidden_ND: Tensor, head: nn.Module, sums: Sums, block_rows
     parameters.
     """
     dense = _dense(head)
-    if dense is None or dense.weight_VD.dtype != hidden_ND.dtype:
+    if dense is None or not _multiplies(dense.weight_VD, hidden_ND):
         return through_head(hidden_ND, head, sums, block_rows)
     scaled_ND = hidden_ND if dense.factor == 1 else hidden_ND * dense.factor
     return through_dense(scaled_ND, dense.weight_VD, dense.bias_V, sums, block_rows, dense.softcap)
@@ -140,6 +141,11 @@ def _dense(head: nn.Module) -> DenseHead | None:
         return DenseHead(head.weight, head.bias)
     dense_head: Callable[[], DenseHead | None] | None = getattr(head, "dense_head", None)
     return None if dense_head is None else dense_head()
+
+
+def _multiplies(weight_VD: Tensor, hidden_ND: Tensor) -> bool:
+    """True if the blocks multiply that weight: it has the dtype of the hidden states, or is frozen."""
+    return weight_VD.dtype == hidden_ND.dtype or not weight_VD.requires_grad
 
 
 def _hooked(head: nn.Module) -> bool:
@@ -169,7 +175,7 @@ def block_cost(
     softcap keeps its input, and has its slope in float32 beside the gradient. With more rows than a block, a
     trained head in half precision also sums its gradient in float32, [V, D].
     """
-    most = rows_per_block(0, vocab, dtype.itemsize, device.type, trained)
+    most = rows_per_block(0, vocab, dtype.itemsize, device.type, trained, least_rows(dtype, device.type))
     in_place = by_record(OP, device, dtype, _bucket(vocab, trained)).runs in ("numba", "triton")
     beside = 0 if in_place else 4 if dtype.itemsize >= 4 else 8
     if softcapped:
