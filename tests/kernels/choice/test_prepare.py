@@ -46,10 +46,13 @@ def test_the_second_process_leaves_compiled_loops_and_its_stamp(tmp_path):
     assert not any(path.name.startswith("numba_kernels.swiglu-") for path in kept)
     # and so is a loop of every op it names
     named = {"linear_cross_entropy": "_softmax_gradient", "adamw": "_step", "swiglu": "_backward"}
-    named |= {"rms_norm": "_backward", "rotary": "_halves_to_adjacent"}
-    assert named.keys() == prepare.TRAINED.keys()
-    for op, loop in named.items():
-        assert any(op in str(path.parent) and f"numba_cpu.{loop}-" in path.name for path in kept), op
+    named |= {"rms_norm": "_backward", "rotary": "_halves_to_adjacent", "expand": "_expand_float32"}
+    files = {op: f"numba_cpu.{loop}-" for op, loop in named.items()}
+    files |= {"few_rows": "numba_cpu._linear-", "attention": "tiled_loops.backward-"}
+    assert files.keys() == prepare.TRAINED.keys()
+    for op, file in files.items():
+        folder = "skinny_linear" if op == "few_rows" else op
+        assert any(folder in str(path.parent) and file in path.name for path in kept), op
     # as a run finds it: SwiGLU's loop comes from the disk, nothing is compiled
     look = (
         "from unfreeze.kernels.choice import choose, ops; from unfreeze.kernels.choice.measure import arguments, visit;"
