@@ -32,7 +32,6 @@ from unfreeze.core.events import RESOLVED, EventLog
 from unfreeze.core.layout import Layout
 from unfreeze.core.schema import PromptSource
 from unfreeze.evaluate.style import changes, compare_style
-from unfreeze.kernels.choice.ahead import compiling
 from unfreeze.recipes import sft
 from unfreeze.report.html import write_report
 from unfreeze.tracking.console import PipeConsole
@@ -88,6 +87,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         watch=Watch(samples=0),
         lora=LoraConfig(rank=config.rank, alpha=2.0 * config.rank),
     )
+    from unfreeze.kernels.choice.ahead import compiling
+
     # On a new machine a second process compiles the loops of training while the questions are asked: training
     # itself takes one thread, which starts none.
     with compiling("cpu", 0, "float32"):
