@@ -1,6 +1,6 @@
 """Rows with a recurrent state or a window: they join, leave and share a prompt; each is what it is alone.
 
-256 steps of each family, uneven rows, are in test_exact_families.py.
+Steps of each family to 256 tokens, uneven rows, are in test_exact_families.py.
 """
 
 from __future__ import annotations
