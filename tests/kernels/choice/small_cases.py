@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from unfreeze.kernels import adamw
 from unfreeze.kernels.choice import ops
 from unfreeze.kernels.choice.op import Case, Op
+from unfreeze.kernels.expert_mlp import cases as experts
 from unfreeze.quant.codec import Packed
 
 MADE = {
@@ -23,8 +25,9 @@ def leaf(part: Any) -> Any:
     return part.detach().contiguous().requires_grad_()
 
 
-def one_document(q, k, v, scale):
-    return *(leaf(part[:1]) for part in (q, k, v)), scale
+def two_documents(q, k, v, scale):
+    """At most two, and half of their heads."""
+    return *(leaf(part[:2, :, : part.shape[2] // 2]) for part in (q, k, v)), scale
 
 
 def an_eighth(x, packed, ends):
@@ -41,7 +44,7 @@ def an_eighth_of_a_state(u, w, k, a, state, steps):
 
 
 CUT: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "attention": one_document,
+    "attention": two_documents,
     "int4_grouped_mm": an_eighth,
     "state_scan": an_eighth_of_a_state,
 }
@@ -58,6 +61,29 @@ def small(name: str) -> Op:
     if name in CUT:
         return replace(op, cases=tuple(cut(case, CUT[name]) for case in op.cases), uses=op.uses[:1])
     return op
+
+
+def to_compare(name: str) -> Op:
+    """The op with all its cases, of fewer numbers: in bf16 a CPU without units for it takes seconds for its own."""
+    op = ops.import_op(name)
+    if name == "expert_mlp":
+        return replace(op, cases=tuple(narrow_experts()))
+    if name == "adamw":
+        few = [adamw._case([(8, 1024)] * 8, False), adamw._case([(896, 896)] * 2, True)]
+        return replace(op, cases=(few[0], op.cases[1], few[1], op.cases[3]))
+    return replace(op, cases=tuple(cut(case, two_documents) for case in op.cases))
+
+
+COMPARED_SMALL = ("adamw", "attention", "expert_mlp")
+
+
+def narrow_experts() -> Iterator[Case]:
+    """As expert_mlp.cases.measured, with a sixteenth of the weights."""
+    for kind, suffix in experts.SUFFIX.items():
+        for name, rows in (("under 64", 16), ("64 on", 128)):
+            tokens = rows * 8 // experts.PER_TOKEN
+            problem = experts.Problem(tokens, 8, 128, 64, 8, used=8, kind=kind)
+            yield Case(name + suffix, problem.arguments)
 
 
 def cut(case: Case, part: Callable[..., tuple[Any, ...]]) -> Case:
