@@ -136,8 +136,8 @@ def wrong_tokens(kind, wanted: int, seed: int = 0) -> tuple[int, int, int]:
 
 
 def test_no_token_is_stale_or_of_another_adapter():
-    tokens, others, stale = wrong_tokens(Several, 2_000)
-    assert tokens >= 2_000 and others == stale == 0
+    tokens, others, stale = wrong_tokens(Several, 1_200)
+    assert tokens >= 1_200 and others == stale == 0
 
 
 @pytest.mark.nightly
