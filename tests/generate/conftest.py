@@ -80,7 +80,7 @@ KINDS["longrope"] = KINDS["gqa"] | {
 KINDS["mla-yarn-no-q-latent"] = KINDS["mla-yarn"] | {"q_lora_rank": None}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def build():
     """build(kind, dtype, **changes) -> a model that only answers."""
 

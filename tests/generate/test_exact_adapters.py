@@ -22,7 +22,7 @@ from unfreeze.adapters import sites, without_adapters
 from unfreeze.quant import Int4
 from unfreeze.quant.awq import Awq
 
-ROWS = rows_of((3, 32), (9, 24), (1, 16), greedy=1)
+ROWS = rows_of((3, 14), (9, 10), (1, 6), greedy=1)
 CASES = {
     "every linear layer, head too": ("llama-3-rope-biases", ("all-linear", "lm_head")),
     "a head that scales": ("granite-biases-tied", ("all-linear", "lm_head")),
@@ -76,6 +76,6 @@ def test_control_the_adapter_of_one_layer_left_out_is_seen(case, steps):
     last = {site.name.rpartition(".")[2]: site for site in sites(model)}
     for site in last.values():
         left, site.owner.adapter = site.owner.adapter, None
-        walks = walked(model, steps, rows_of((3, 6)))
+        walks = walked(model, steps, rows_of((3, 3)))
         site.owner.adapter = left
         assert apart(walks, uncached(model, walks)) > SEEN, site.name

@@ -36,8 +36,8 @@ from unfreeze.generate.steps import launched
 from unfreeze.models.blocks.cache import Cache
 from unfreeze.models.blocks.sparse import SparseMLA
 
-# one row goes its own greedy way for 256 steps; beside it random tokens, gone after 192 and 128
-ROWS = rows_of((5, 256), (1, 192), (9, 128), greedy=1)
+# one row goes its own greedy way for 128 steps; beside it random tokens, to 256 positions in one row
+ROWS = rows_of((5, 128), (1, 64), (160, 96), greedy=1)
 each_family = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in HERE)) for name in CASES]
 )
@@ -58,7 +58,7 @@ def walks_of(name, steps, wide=False):
 
 @each_maker
 @each_family
-def test_256_steps_are_the_packed_pass_over_their_tokens(name, steps):
+def test_steps_to_256_tokens_are_the_packed_pass_over_them(name, steps):
     walks, wanted = walks_of(name, steps)
     assert_exact(walks, wanted)
     assert greedy_tokens(walks[0], wanted[0])

@@ -1,6 +1,6 @@
 """Rows with a recurrent state or a window: they join, leave and share a prompt; each is what it is alone.
 
-256 steps of each family, uneven rows, are in test_exact_families.py.
+Steps of each family to 256 tokens, uneven rows, are in test_exact_families.py.
 """
 
 from __future__ import annotations
@@ -138,12 +138,10 @@ def test_answers_do_not_depend_on_the_batch(name, shared, monkeypatch):
         monkeypatch.setattr(engine_file, "shares_prompts", lambda *_: False)
     _, model = family(name)
     engine, seeds = Engine(model, stop_ids=frozenset(range(0, 97, 9))), tuple(range(9))
-    many = engine.generate(
-        PROMPTS, Sampling(max_new_tokens=12, temperature=1.0, n=3, seeds=seeds), max_rows=2
-    )
+    many = engine.generate(PROMPTS, Sampling(max_new_tokens=8, temperature=1.0, n=3, seeds=seeds), max_rows=2)
     assert len({len(answer.tokens) for answer in many}) > 2
     for index, answer in enumerate(many):
-        one = Sampling(max_new_tokens=12, temperature=1.0, seeds=(seeds[index],))
+        one = Sampling(max_new_tokens=8, temperature=1.0, seeds=(seeds[index],))
         (alone,) = engine.generate([PROMPTS[index // 3]], one)
         assert answer.tokens == alone.tokens
         torch.testing.assert_close(

@@ -97,12 +97,24 @@ def small(monkeypatch):
     monkeypatch.setattr(room, "FEW_POSITIONS", 16)
 
 
+@pytest.fixture(scope="module")
+def known(build):
+    """known(kind) -> an engine, and the answers that each of requests(30) gets alone."""
+
+    @functools.cache
+    def of(kind):
+        engine = Engine(build(kind, initializer_range=0.2), stop_ids=STOP_IDS)
+        return engine, [alone(engine, request) for request in requests(30)]
+
+    return of
+
+
 @pytest.mark.parametrize(
     ("kind", "rows"), [("gqa", 1), ("gqa", None), ("mla-moe", 3), ("window", 3), ("longrope", None)]
 )
-def test_an_answer_is_that_of_the_engine_alone(build, small, kind, rows):
-    engine = Engine(build(kind, initializer_range=0.2), stop_ids=STOP_IDS)
-    difference, live = farthest(engine, list(requests(30)), max_rows=rows)
+def test_an_answer_is_that_of_the_engine_alone(known, small, kind, rows):
+    engine, expected = known(kind)
+    difference, live = farthest(engine, list(requests(30)), expected, max_rows=rows)
     assert difference <= 1e-5
     load = live.load
     assert load.answered == 30 and load.running == load.filling == load.waiting == 0
@@ -182,11 +194,10 @@ def samples_all_like_the_first(patch):
         samples_all_like_the_first,
     ],
 )
-def test_control_arm(build, small, monkeypatch, fault):
-    engine, every = Engine(build("gqa", initializer_range=0.2), stop_ids=STOP_IDS), list(requests(30))
-    expected = [alone(engine, request) for request in every]
+def test_control_arm(known, small, monkeypatch, fault):
+    engine, expected = known("gqa")
     fault(monkeypatch)
-    assert farthest(engine, every, expected)[0] > 0.01
+    assert farthest(engine, list(requests(30)), expected)[0] > 0.01
 
 
 def test_nothing_is_shared_if_it_is_not_wanted(build, small):

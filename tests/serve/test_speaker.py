@@ -256,7 +256,7 @@ def growth(speaker, first, more):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("first", "more"), [(60, 200), pytest.param(1000, 9000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("first", "more"), [(40, 120), pytest.param(1000, 9000, marks=pytest.mark.nightly)])
 def test_memory_stays(engine, first, more):
     speaker = Speaker(engine, max_rows=16)
     before, after = growth(speaker, first, more)

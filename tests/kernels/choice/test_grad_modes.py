@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from tests.kernels.choice.small_cases import small
 from unfreeze.kernels.choice import choose as choosing
 from unfreeze.kernels.choice import measure, ops, predicted, record
 from unfreeze.kernels.expert_mlp import cases, fused_expert_mlp
@@ -59,6 +60,9 @@ MODES = {
 }
 
 
+TWO_KINDS = [kind for kind in cases.EVERY_KIND if kind.name in ("packed", "all weights")]
+"""Of the experts' self-check in three modes: in all modes it has every kind, and in expert_mlp/test_self_check.py."""
+
 FEW = ("inference_mode", "a Function's forward", "recomputed")
 """Of a candidate that takes a second and more for each: the others nightly, and with all others here."""
 SLOW = ("int4_grouped_mm", "token_order")
@@ -79,23 +83,12 @@ def runnable():
     return found
 
 
-# Arguments of the case of an op whose own take an interpreted kernel seconds.
-SMALL = {
-    "adamw": (((8, 64), (33,)), False),
-    "linear_cross_entropy": (6, 16, 70, False),
-    "swiglu": (5, 40, 5),
-    "token_order": (12, 2, 5, 32, 32),
-}
-
-
 def alone(name, candidate):
     """The op with that candidate only, predicted here as a GPU's are."""
-    op = ops.import_op(name)
+    op = small(name)
     made = replace(
         op.candidates[candidate], named_on=(), predicted_on=("cpu",), because="a stand-in for a GPU"
     )
-    if name in SMALL:
-        op = replace(op, cases=(ops._folder(name)._case(*SMALL[name]),), uses=op.uses[:1])
     return replace(op, candidates={candidate: made}, preferred="", instead="")
 
 
@@ -184,7 +177,9 @@ def test_the_experts_of_a_gpu_pass_their_check_and_run_in_every_grad_mode(
 ):
     op = of_a_gpu(name, backend)
     monkeypatch.setattr(expert_mlp, "OP", op)
-    monkeypatch.setattr(cases, "HOT", replace(cases.SMALL, tokens=40))
+    monkeypatch.setattr(cases, "HOT", replace(cases.SMALL, tokens=32))
+    if modes == FEW:
+        monkeypatch.setattr(cases, "EVERY_KIND", TWO_KINDS)
     for mode in modes:
         check(op, torch.bfloat16, MODES[mode], first_start)
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.kernels.choice.small_cases import COMPARED_SMALL, to_compare
 from unfreeze.core.cpu import multiplies_bf16
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels.choice import choose, measure, ops, record
@@ -49,10 +50,25 @@ def is_slow(name, dtype, device):
     return narrow and name == "linear_cross_entropy"
 
 
-COMPARED = [
-    pytest.param(*case.values, id=case.id, marks=[pytest.mark.nightly] * is_large(*case.values))
+COMPARED = [  # and of the cases that are small here, their own sizes nightly
+    pytest.param(
+        *case.values,
+        ops.import_op,
+        id=case.id,
+        marks=[pytest.mark.nightly] * (is_large(*case.values) or case.values[0] in COMPARED_SMALL),
+    )
     for case in CASES
+] + [
+    pytest.param(*case.values, to_compare, id=f"{case.id}, small")
+    for case in CASES
+    if case.values[0] in COMPARED_SMALL and not is_large(*case.values)
 ]
+
+
+def test_what_is_compared_small_has_the_buckets_and_dtypes_of_the_op():
+    for name in COMPARED_SMALL:
+        own, here = ops.import_op(name).cases, to_compare(name).cases
+        assert [(c.bucket, c.dtypes) for c in own] == [(c.bucket, c.dtypes) for c in here]
 
 
 def on_the_list(folder):
@@ -150,9 +166,9 @@ def test_what_is_compared_nightly_alone_has_a_smaller_case_of_the_same_dtypes_he
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name, index", COMPARED)
-def test_each_candidate_agrees_with_the_reference_in_float64_forward_and_backward(name, index, device):
-    op, where = ops.import_op(name), torch.device(device)
+@pytest.mark.parametrize("name, index, made", COMPARED)
+def test_each_candidate_agrees_with_the_reference_in_float64_forward_and_backward(name, index, made, device):
+    op, where = made(name), torch.device(device)
     case, held = op.cases[index], 0
     for dtype in case.dtypes:
         if is_slow(name, dtype, device):

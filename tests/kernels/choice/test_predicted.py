@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.kernels.choice.small_cases import SMALL, small
 from unfreeze.kernels.choice import choose as choosing
 from unfreeze.kernels.choice import op as declared
 from unfreeze.kernels.choice import ops, predicted, record
@@ -151,17 +152,22 @@ def test_which_ops_are_predicted_on_a_gpu_and_at_which_shapes():
         assert not any("cuda" in c.predicted_on and c.predicted("cpu", "any") for c in candidates)
 
 
-# 10 s and 5 s in the interpreter; test_grad_modes.py checks a small case of each in every suite
-SLOW = ("expand", "linear_cross_entropy")
+# 2 to 12 s in the interpreter; a small case of each is in every suite, of expand in test_grad_modes.py
+SLOW = (*(name for name in SMALL if name in PREDICTED), "expand")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in SLOW)) for name in sorted(PREDICTED)]
+    "name, made",
+    [(name, small) for name in SLOW if name in SMALL]
+    + [
+        pytest.param(name, ops.import_op, marks=[pytest.mark.nightly] * (name in SLOW))
+        for name in sorted(PREDICTED)
+    ],
 )
-def test_every_predicted_kernel_passes_its_check(name):
+def test_every_predicted_kernel_passes_its_check(name, made):
     """In Triton's interpreter, in float32."""
-    op = ops.import_op(name)
+    op = made(name)
     if op.candidates["triton"].refuses("cpu", F32):
         pytest.skip("the interpreter is not on")
     for label, candidate in op.candidates.items():

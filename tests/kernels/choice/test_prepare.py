@@ -17,16 +17,17 @@ def several_cores(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 
-def test_a_second_process_leaves_a_compiled_loop_and_its_stamp(tmp_path):
+def test_a_second_process_leaves_a_compiled_loop_and_its_stamp(tmp_path, forkserver):
     """Of one op; all of them are compiled nightly."""
     program = (
+        f"import numba\nnumba.config.CACHE_DIR = {str(tmp_path)!r}\n"  # read from the environment at its import
         "from pathlib import Path\nfrom unfreeze.kernels.choice import prepare, record\n"
         "record.COMMITTED = Path('no records')\n"  # of some classes of CPU they choose plain torch
         "prepare.expert_mlp.fused_expert_mlp = lambda x, *_: x\n"
         "prepare.TRAINED = {'swiglu': 0}\nprepare.compile_ahead('float32', 'cpu')"
     )
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "2"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    done = forkserver.run(["-c", program], env=environment)
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.rglob("compiled-float32-*"))) == 1
     kept = [path for path in tmp_path.rglob("*.nbc")]

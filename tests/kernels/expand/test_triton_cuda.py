@@ -76,12 +76,12 @@ def fp8_scaled(shape, codec):
 
 
 FLOATS = {
-    "fp8": lambda: fp8(20, 140, torch.float32, (16, 64)),
-    "fp8 bf16 scales": lambda: fp8(20, 140, torch.bfloat16, (16, 64)),
-    "fp8 powers of two": lambda: fp8(20, 140, torch.float8_e8m0fnu, (16, 64)),
+    "fp8": lambda: fp8(17, 140, torch.float32, (16, 64)),
+    "fp8 bf16 scales": lambda: fp8(17, 140, torch.bfloat16, (16, 64)),
+    "fp8 powers of two": lambda: fp8(17, 140, torch.float8_e8m0fnu, (16, 64)),
     "fp8 a scale per row": lambda: fp8(5, 1100, torch.float32, (1, 1100)),
-    "fp8 per row": lambda: fp8_scaled((3, 20, 140), Fp8Scaled()),
-    "fp8 per matrix": lambda: fp8_scaled((3, 20, 140), Fp8Scaled(MATRIX)),
+    "fp8 per row": lambda: fp8_scaled((3, 7, 140), Fp8Scaled()),
+    "fp8 per matrix": lambda: fp8_scaled((3, 7, 140), Fp8Scaled(MATRIX)),
     "mxfp4": lambda: mxfp4(9, 64, PACKED),
     "mxfp4 in blocks": lambda: mxfp4(3, 1088, BLOCKS),
 }

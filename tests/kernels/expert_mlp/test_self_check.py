@@ -16,7 +16,7 @@ from unfreeze.quant.codec import Packed
 
 module = importlib.import_module("unfreeze.kernels.expert_mlp")
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
-HOT = replace(cases.HOT, tokens=96, experts=6, hidden=96, intermediate=64, used=5)  # the true one takes 20 s
+HOT = replace(cases.HOT, tokens=48, experts=6, hidden=64, intermediate=32, used=5)  # the true one takes 20 s
 
 
 def computed(args, backend):
@@ -47,7 +47,14 @@ def test_what_is_right_passes(name, dtype, self_check):
     assert self_check(name=name, dtype=dtype) == ""
 
 
-def test_it_differentiates_wherever_the_first_call_is(self_check):
+@pytest.fixture
+def two_kinds(monkeypatch):
+    """Of every kind, which test_what_is_right_passes has."""
+    kinds = [kind for kind in cases.EVERY_KIND if kind.name in ("packed", "all weights")]
+    monkeypatch.setattr(cases, "EVERY_KIND", kinds)
+
+
+def test_it_differentiates_wherever_the_first_call_is(self_check, two_kinds):
     """Answers before step 1 come under no_grad, a recomputed layer in a Function's forward."""
     found = []
 
@@ -105,7 +112,9 @@ def test_it_names_what_is_wrong(change, said, self_check):
 
 
 @pytest.mark.parametrize("factor, runs", [(1.0, "fused"), (1.05, "loop")])
-def test_a_wrong_fused_gives_way_to_the_loop_which_is_checked_too(factor, runs, monkeypatch, caplog):
+def test_a_wrong_fused_gives_way_to_the_loop_which_is_checked_too(
+    factor, runs, two_kinds, monkeypatch, caplog
+):
     """From the check to the result, by the choice that a GPU makes; here its backends run on a CPU."""
     checked = []
 

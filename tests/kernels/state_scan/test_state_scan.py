@@ -10,17 +10,19 @@ from unfreeze.kernels.state_scan import OP, WIDEST, Steps, reference, state_scan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNTS = (3, 3, 2, 1)
+FEW = (2, 2, 1)  # in Triton's interpreter
 
 
-def inputs(delta=True, channel=False, sizes=(5, 7, 6), dtype=torch.float64, device="cpu"):
-    """(u, w, k, a, state, steps): 4 heads' worth of chunks with C, k, v = sizes."""
+def inputs(delta=True, channel=False, sizes=(5, 7, 6), dtype=torch.float64, device="cpu", counts=COUNTS):
+    """(u, w, k, a, state, steps): two heads' chunks with C, k, v = sizes."""
     torch.manual_seed(0)
-    (C, K, V), H, n = sizes, 2, sum(COUNTS)
+    (C, K, V), H, n = sizes, 2, sum(counts)
     drawn = [torch.randn(n, H, C, width, dtype=dtype) for width in (V, K, K)]
     a = torch.rand(n, H, K if channel else 1, 1, dtype=dtype)
-    learnt = [x.to(device).requires_grad_() for x in (*drawn, a, torch.randn(3, H, K, V, dtype=dtype))]
+    state = torch.randn(counts[0], H, K, V, dtype=dtype)
+    learnt = [x.to(device).requires_grad_() for x in (*drawn, a, state)]
     learnt[1] = learnt[1] if delta else None
-    return (*learnt, Steps.of(COUNTS, device))
+    return (*learnt, Steps.of(counts, device))
 
 
 def by_document(u, w, k, a, state, steps):
@@ -70,7 +72,7 @@ def test_control_a_state_that_goes_into_the_next_document_is_seen():
 def test_triton_equals_the_reference(delta, channel, sizes):
     from unfreeze.kernels.state_scan import triton_cuda
 
-    u, w, k, a, state, steps = inputs(delta, channel, sizes, torch.float32, DEVICE)
+    u, w, k, a, state, steps = inputs(delta, channel, sizes, torch.float32, DEVICE, FEW)
     with torch.no_grad():
         scaled = (u, None if w is None else w / sizes[1], k / sizes[1], a, state)
         got, want = (part.forward(*scaled, steps) for part in (triton_cuda, reference))
