@@ -233,7 +233,7 @@ def interpreted():
 @pytest.fixture(scope="session")
 def two_layers(tmp_path_factory):
     """tiny-k2 without its last two layers: one dense layer and one of experts, a third of its matrices."""
-    folder = tmp_path_factory.mktemp("two layers") / "tiny-k2"
+    folder = tmp_path_factory.mktemp("two_layers") / "tiny-k2"
     folder.mkdir()
     for name in ("generation_config.json", "tiktoken.model", "tokenizer_config.json"):
         shutil.copy(TINY_K2 / name, folder / name)
