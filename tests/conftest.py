@@ -5,10 +5,12 @@ import importlib
 import importlib.util
 import json
 import os
+import shutil
 from pathlib import Path
 
 import jinja2
 import pytest
+from safetensors.torch import load_file, save_file
 
 import unfreeze
 from unfreeze import cli
@@ -226,3 +228,19 @@ def interpreted():
     if importlib.util.find_spec("triton") is not None:
         for file in Path(unfreeze.__file__).parent.glob("kernels/*/triton_cuda.py"):
             importlib.import_module(f"unfreeze.kernels.{file.parent.name}.triton_cuda")
+
+
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory):
+    """tiny-k2 without its last two layers: one dense layer and one of experts, a third of its matrices."""
+    folder = tmp_path_factory.mktemp("two_layers") / "tiny-k2"
+    folder.mkdir()
+    for name in ("generation_config.json", "tiktoken.model", "tokenizer_config.json"):
+        shutil.copy(TINY_K2 / name, folder / name)
+    config = json.loads((TINY_K2 / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}), encoding="utf-8")
+    tensors = load_file(TINY_K2 / "model.safetensors")
+    later = "model.layers.2.", "model.layers.3."
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(later)}
+    save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -30,6 +30,14 @@ def losses(run):
     return unfreeze.FinishedRun(run).losses
 
 
+@pytest.fixture(scope="module", autouse=True)
+def fewer_layers(two_layers):
+    """Runs of this file train the first two of tiny-k2's four layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "TINY_K2", two_layers)
+        yield
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, chat_rows):
     out = tmp_path_factory.mktemp("api") / "whole"

@@ -14,6 +14,7 @@ TEST = (
     "import time, pytest\n@pytest.mark.parametrize('s', [0, 1])\ndef test_it(s):\n    time.sleep(0.6 * s)\n"
 )
 NAME = "tests/test_it.py::test_it[1]"
+BARE = sys.executable, "-m", "pytest", "-q", "-p", "xdist"  # of the plugins that are installed only this one
 
 
 @pytest.fixture
@@ -51,9 +52,9 @@ def test_what_takes_longer_than_the_suite_allows_is_named(durations):
 
 def pytest_of(folder, *flags):
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "durations", *flags, "tests"],
+        [*BARE, "-p", "no:cacheprovider", "-p", "durations", *flags, "tests"],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(HERE)},
+        env=os.environ | {"PYTHONPATH": str(HERE), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -14,6 +14,8 @@ def test_stopped():
     time.sleep(0.5)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # all processes at once: nothing is printed at the end
 """
+WITHOUT = "-p", "no:cacheprovider", "-p", "xdist"
+PLAIN = {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 @pytest.mark.parametrize("more", [[], ["-n", "1"]], ids=["here", "xdist"])
@@ -21,9 +23,9 @@ def test_stopped():
 def test_a_run_that_is_stopped_has_named_what_failed(tmp_path, more, plugin):
     (tmp_path / "test_it.py").write_text(TESTS, encoding="utf-8")
     ended = subprocess.run(
-        [sys.executable, "-u", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", plugin, *more],
+        [sys.executable, "-u", "-m", "pytest", "-q", *WITHOUT, "-p", plugin, *more],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "PYTEST_ADDOPTS": ""},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), **PLAIN},
         start_new_session=True,
         capture_output=True,
         text=True,

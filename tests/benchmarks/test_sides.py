@@ -2,10 +2,14 @@
 what, and why."""
 
 import os
+import signal
+import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.harness import sides as harness
 from benchmarks.harness.sides import Side, SideFailed, Sides, ending
 
 
@@ -15,6 +19,37 @@ def importable(monkeypatch):
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
     )
+
+
+BEGIN = """
+import os, runpy, sys
+ways = os.O_RDONLY, os.O_WRONLY, os.O_WRONLY | os.O_APPEND
+for fd, (path, way) in enumerate(zip(sys.argv[1:4], ways)):
+    file = os.open(path, way)
+    os.dup2(file, fd)
+    os.close(file)
+sys.argv = ["sides", sys.argv[4]]
+runpy.run_module("benchmarks.harness.sides", run_name="__main__")
+"""
+
+
+@pytest.fixture
+def forked(forkserver, monkeypatch, tmp_path):
+    """Sides begin where torch is imported already; test_ctrl_c_ends_a_side_at_once starts one as users do."""
+
+    def popen(command, env, stderr, **options):
+        pipes = [tmp_path / f"{len(list(tmp_path.iterdir()))}.{end}" for end in ("in", "out")]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        said = f"/proc/{os.getpid()}/fd/{stderr.fileno()}"
+        started = forkserver.start(["-c", BEGIN, *pipes, said, command[-1]], env=env)
+        process = SimpleNamespace(wait=started.wait, kill=started.kill, poll=started.poll)
+        process.terminate = lambda: os.kill(started.pid, signal.SIGTERM)
+        process.stdin, process.stdout = pipes[0].open("w"), pipes[1].open()
+        return process
+
+    like = {"Popen": popen, "PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(harness, "subprocess", SimpleNamespace(**like))
 
 
 def side(name, function="good", **arguments):
@@ -29,7 +64,7 @@ def alive(pid):
     return True
 
 
-def test_sides_take_turns_and_peaks_are_of_the_call():
+def test_sides_take_turns_and_peaks_are_of_the_call(forked):
     """Forwards and backwards, the warm-up left out; two processes, which end with the last line."""
     said = []
     with Sides([side("a", start=10), side("b", start=20)], said.append) as sides:
@@ -66,7 +101,7 @@ def test_sides_take_turns_and_peaks_are_of_the_call():
         ("leave", "talker died at leave: exit code 7; it said last: the last words"),
     ],
 )
-def test_a_side_that_dies_says_why_and_takes_the_others_along(call, says):
+def test_a_side_that_dies_says_why_and_takes_the_others_along(call, says, forked):
     others = [side("other")] if call == "crash" else []
     with pytest.raises(SideFailed) as error, Sides([side("talker"), *others], lambda line: None) as sides:
         pids = [one.loaded["pid"] for one in sides]
@@ -82,7 +117,7 @@ def test_a_side_that_dies_says_why_and_takes_the_others_along(call, says):
         ("absent", "peer failed at loading: AttributeError"),
     ],
 )
-def test_a_side_that_cannot_load_says_why_and_the_next_command(function, says):
+def test_a_side_that_cannot_load_says_why_and_the_next_command(function, says, forked):
     with pytest.raises(SideFailed) as error, Sides([side("peer", function)], print):
         pass
     assert says in str(error.value)
@@ -99,7 +134,7 @@ def test_ctrl_c_ends_a_side_at_once():
     assert not any(alive(pid) for pid in pids) and time.monotonic() - started < 60
 
 
-def test_a_call_that_takes_too_long_ends_its_side():
+def test_a_call_that_takes_too_long_ends_its_side(forked):
     with (
         pytest.raises(SideFailed, match=r"slow did not finish sleep within 0\.2 s"),
         Sides([side("slow")], lambda line: None) as sides,

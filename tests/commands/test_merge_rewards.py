@@ -47,10 +47,10 @@ def written(path, count, first=0):
     return str(path)
 
 
-def trained(folder, **fields):
+def trained(model, folder, **fields):
     (folder / "my.py").write_text(CODE)
     data = written(folder / "rows.jsonl", 17)
-    run = unfreeze.grpo(model=unfreeze.TINY_K2, data=data, out=folder / "run", **{**WORDS, **fields})
+    run = unfreeze.grpo(model=model, data=data, out=folder / "run", **{**WORDS, **fields})
     return run.path, [event["reward"] for event in run.events if event["kind"] == "eval"]
 
 
@@ -58,7 +58,9 @@ def trained(folder, **fields):
 def shorter(tmp_path_factory):
     """A run that learns to be short, its rewards before and after, and its function's file."""
     folder = tmp_path_factory.mktemp("grpo")
-    run, rewards = trained(folder, reward=str(folder / "my.py"), steps=4, validation_fraction=0.5)
+    run, rewards = trained(
+        unfreeze.TINY_K2, folder, reward=str(folder / "my.py"), steps=4, validation_fraction=0.5
+    )
     return run, rewards, folder / "my.py"
 
 
@@ -77,9 +79,10 @@ def test_the_rewards_are_those_of_the_run_and_the_rounding_is_told_by_them(
     assert line in card and "of what was learned survives" in card
 
 
-def test_an_environment_is_played_as_in_the_run(unfreeze_json, tmp_path):
+def test_an_environment_is_played_as_in_the_run(unfreeze_json, tmp_path, two_layers):
     code, held = f"{tmp_path}/my.py", written(tmp_path / "held.jsonl", 104, 100)
-    run, rewards = trained(tmp_path, env=f"{code}:Adder", reward=code, steps=1, validation=held, answers=2)
+    fields = {"reward": code, "steps": 1, "validation": held, "answers": 2}
+    run, rewards = trained(two_layers, tmp_path, env=f"{code}:Adder", **fields)
     gain = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out")["gain"]
     assert [gain["base"], gain["adapter"]] == pytest.approx([rewards[0], rewards[-1]], abs=1e-9)
 

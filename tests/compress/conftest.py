@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from unfreeze import models
 from unfreeze.adapters import attach, save_adapter, sites
 from unfreeze.checkpoint import open_checkpoint
-from unfreeze.commands.demo import TINY_K2
 from unfreeze.compress.deltas import Deltas
 from unfreeze.compress.merge import inputs_of, merge
 from unfreeze.compress.work import MergeWork
@@ -67,18 +66,18 @@ def written(model) -> tuple[dict[str, torch.Tensor], dict]:
 
 
 @pytest.fixture(scope="session")
-def bases(tmp_path_factory) -> dict[str, Path]:
+def bases(tmp_path_factory, two_layers) -> dict[str, Path]:
     """name -> folder."""
     root = tmp_path_factory.mktemp("bases")
     found = {}
     found["int4"] = root / "int4"
     sharded(
         found["int4"],
-        load_file(TINY_K2 / "model.safetensors"),
-        json.loads((TINY_K2 / "config.json").read_text()),
+        load_file(two_layers / "model.safetensors"),
+        json.loads((two_layers / "config.json").read_text()),
     )
     for name in ("generation_config.json", "tiktoken.model", "tokenizer_config.json"):
-        shutil.copy(TINY_K2 / name, found["int4"] / name)
+        shutil.copy(two_layers / name, found["int4"] / name)
     for name, kind, settings in (("llama", "Llama", LLAMA), ("moe", "Qwen3Moe", LLAMA | MOE)):
         tensors, config = random_model(kind, settings)
         half = {key: value.bfloat16() for key, value in tensors.items()}

@@ -65,7 +65,7 @@ def test_a_merge_equals_pefts(merging, tmp_path):
 def test_a_packed_base_is_merged_by_its_own_numbers(bases, merging, tmp_path):
     folder = trained(bases["int4"], tmp_path / "adapter", targets=("attention",))
     record = merging.run(bases["int4"], folder, tmp_path / "out", to="bf16")
-    assert {row.group for row in record.rows} == {"attention"} and len(record.rows) == 20
+    assert {row.group for row in record.rows} == {"attention"} and len(record.rows) == 10
     model = open_model(open_checkpoint(bases["int4"]))
     attach(model, LoraConfig(rank=4, alpha=6.0, dora=True, targets=("attention",)), seed=0)
     from unfreeze.adapters import load_adapter

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -135,7 +133,7 @@ def test_control_arm_a_wrong_product_is_seen(fault, bases, adapter, merging, tmp
         lambda A, B, scale: eval(PLANTED[fault], {"A": A, "B": B, "scale": scale, "_product": product}),
     )
     merging.run(bases["int4"], folder, tmp_path / "out", "bf16")
-    assert len(beyond(bases["int4"], tmp_path / "out", deltas(per_expert))) > 100
+    assert len(beyond(bases["int4"], tmp_path / "out", deltas(per_expert))) > 40
 
 
 def test_control_arm_another_experts_delta_is_seen(bases, adapter, merging, tmp_path, monkeypatch):
@@ -387,7 +385,7 @@ print(usual, grown(base, adapter, out / "planted"))
 """
 
 
-def test_memory_stays_below_two_shards(merging, tmp_path):
+def test_memory_stays_below_two_shards(merging, tmp_path, forkserver):
     """6 shards of some 19 MB: a merge grows by less than two of them, and by more than four where it holds what
     it made. A matrix takes 2 MB in float32 here."""
     wide = {"vocab_size": 96, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
@@ -405,12 +403,7 @@ def test_memory_stays_below_two_shards(merging, tmp_path):
     shard = max(file.stat().st_size for file in base.glob("*.safetensors"))
     folders = (base, adapter, small, tmp_path / "small-adapter", tmp_path / "out")
     (tmp_path / "out").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(Path(__file__).parent), *map(str, folders)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forkserver.run(["-c", MEMORY, Path(__file__).parent, *folders])
     assert done.returncode == 0, done.stderr
     usual, planted = map(int, done.stdout.split()[-2:])
     assert usual < 2 * shard < 4 * shard < planted, (usual, planted, shard)

@@ -39,7 +39,7 @@ def one(fuzzers: Any, reader: str, random: Random) -> str:
 
 @pytest.mark.parametrize("reader", READERS)
 @settings(
-    max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 @given(random=st.randoms(use_true_random=False))
 def test_any_input_is_accepted_whole_or_refused_in_one_line(fuzzers, reader, random):
@@ -55,8 +55,12 @@ def test_any_input_is_accepted_whole_or_refused_in_one_line(fuzzers, reader, ran
 @pytest.mark.parametrize("reader", READERS)
 def test_both_outcomes_occur(fuzzers, reader):
     """A fuzzer whose inputs are all refused, or all accepted, would test nothing behind the first check."""
-    outcomes = [one(fuzzers, reader, Random(f"{reader}:{seed}")) for seed in range(40)]
-    assert 1 <= outcomes.count("accepted") < len(outcomes)
+    accepted = set()
+    for seed in range(40):
+        accepted.add(one(fuzzers, reader, Random(f"{reader}:{seed}")) == "accepted")
+        if len(accepted) == 2:
+            break
+    assert accepted == {True, False}
 
 
 @pytest.fixture
@@ -76,7 +80,7 @@ def test_an_input_is_made_by_its_seed_alone(fuzzers, containers):
     """Otherwise --only READER:SEED isn't the input that was found, and what is put into one input grows in
     all that follow."""
     before = deepcopy(fuzzers.NASTY)
-    assert containers(range(2000)) == containers(reversed(range(2000)))
+    assert containers(range(500)) == containers(reversed(range(500)))
     assert before == fuzzers.NASTY
 
 

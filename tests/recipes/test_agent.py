@@ -82,9 +82,9 @@ def my(tmp_path):
 
 
 @pytest.fixture
-def grpo(my, tmp_path):
+def grpo(my, tmp_path, two_layers):
     def run(out="run", name="run", **fields):
-        words = {"model": unfreeze.TINY_K2, "data": rows(9), "agent": f"{my}:{name}", "out": tmp_path / out}
+        words = {"model": two_layers, "data": rows(9), "agent": f"{my}:{name}", "out": tmp_path / out}
         return unfreeze.grpo(**{**words, **WORDS, **fields})
 
     return run

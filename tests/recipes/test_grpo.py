@@ -40,6 +40,7 @@ WORDS = {
     "samples": 0,
     "dtype": "float32",
     "learning_rate": 5e-3,
+    "grading.processes": 1,
     "quiet": True,
 }
 
@@ -56,9 +57,9 @@ def my(tmp_path) -> Path:
 
 
 @pytest.fixture
-def grpo(my, tmp_path):
+def grpo(my, tmp_path, two_layers):
     def run(out="run", **fields):
-        words = {"model": unfreeze.TINY_K2, "data": rows(9), "reward": str(my), "out": tmp_path / out}
+        words = {"model": two_layers, "data": rows(9), "reward": str(my), "out": tmp_path / out}
         return unfreeze.grpo(**{**words, **WORDS, **fields})
 
     return run

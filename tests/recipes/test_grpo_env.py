@@ -82,10 +82,10 @@ def my(tmp_path) -> Path:
 
 
 @pytest.fixture
-def grpo(my, tmp_path):
+def grpo(my, tmp_path, two_layers):
     def run(out="run", env="Adder", **fields):
         words = {
-            "model": unfreeze.TINY_K2,
+            "model": two_layers,
             "data": rows(6),
             "out": tmp_path / out,
             "env": env if ":" in env or not env else f"{my}:{env}",
@@ -115,6 +115,7 @@ def test_a_run_plays_and_resumes_to_the_bit(grpo, calling, tmp_path):
         "validation": str(held),
         "watch.validate_every": 2,
         "rollout.held_out_answers": 1,
+        "model": unfreeze.TINY_K2,  # it ends its turns
     }
     whole = grpo("whole", **fields)
     events = of_kind(whole, "rollout")
@@ -185,14 +186,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("words", BAD)
-def test_bad_input_is_one_line(my, tmp_path, words):
+def test_bad_input_is_one_line(my, tmp_path, two_layers, words):
     fields = {"env": "Adder", "reward": "reward", **BAD[words]}
     code = {name: f"{my}:{fields.pop(name)}" for name in ("env", "reward") if fields[name]}
     fields = {name: value for name, value in fields.items() if value is not None}
     with pytest.raises(UserError, match=words):
-        unfreeze.grpo(
-            model=unfreeze.TINY_K2, data=rows(6), out=tmp_path / "run", **code, **{**WORDS, **fields}
-        )
+        unfreeze.grpo(model=two_layers, data=rows(6), out=tmp_path / "run", **code, **{**WORDS, **fields})
 
 
 def test_cut_answers_of_an_environment_are_scored_unless_asked_otherwise(my):

@@ -43,13 +43,13 @@ def serving():
 
 
 @pytest.fixture
-def grpo(tmp_path):
+def grpo(tmp_path, two_layers):
     def run(url, out="run", judge=(), **fields):
         file = tmp_path / "judge.toml"
         lines = {"endpoint": url, "rubric": "Many letters are good.", "timeout": 5.0, **dict(judge)}
         file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in lines.items()))
         rows = [{"prompt": f"What is {n}?", "answer": str(n)} for n in range(5)]
-        words = {"model": unfreeze.TINY_K2, "data": rows, "reward": str(file), "out": tmp_path / out}
+        words = {"model": two_layers, "data": rows, "reward": str(file), "out": tmp_path / out}
         return unfreeze.grpo(**{**words, **WORDS, **fields})
 
     return run
@@ -115,7 +115,8 @@ def test_a_judge_beside_an_environment(grpo, serving, tmp_path):
     file.write_text("class World:\n    def reset(self, **row): pass\n    def get_reward(self): return 1.0\n")
     server = serving(Judging(lambda shown: '{"score": 5}'))
     with pytest.raises(UserError, match=r"all 1\.5 in the last"):
-        grpo(server.url, env=f"{file}:World", steps=4, **{"grading.processes": 1})
+        more = {"model": unfreeze.TINY_K2, "steps": 4, "grading.processes": 1}  # it ends its turns
+        grpo(server.url, env=f"{file}:World", **more)
     assert server.asked
 
 

@@ -48,6 +48,14 @@ def some(count: int, first: int = 0) -> list[dict]:
     ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def fewer_layers(two_layers):
+    """Runs of this file train the first two of tiny-k2's four layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "TINY_K2", two_layers)
+        yield
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> Path:
     return write(tmp_path_factory.mktemp("rows") / "pairs.jsonl", some(16))

@@ -182,7 +182,7 @@ def fuzz(tmp_path, waits):
     return one
 
 
-@pytest.mark.parametrize("runs", [80, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("runs", [40, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_random_plans_book_at_least_the_bill_and_at_most_the_ceiling(fuzz, runs):
     whole = stopped = refused = 0
     for number in range(runs):
@@ -199,7 +199,7 @@ def test_random_plans_book_at_least_the_bill_and_at_most_the_ceiling(fuzz, runs)
 
 
 def test_a_plan_without_trouble_fits_into_its_price_and_asks_nothing_twice(fuzz):
-    for number in range(30):
+    for number in range(15):
         bank, ceiling, booked, known = fuzz(number, calm=True)
         assert len(bank.arrived) == len(known) == len(set(bank.arrived))
         assert booked.spent <= ceiling / 3 + 1e-12  # one attempt of three
@@ -207,12 +207,12 @@ def test_a_plan_without_trouble_fits_into_its_price_and_asks_nothing_twice(fuzz)
 
 def test_threads_share_a_ledger(fuzz):
     """Two workers at a time; a kill would take only one of them, so there is none."""
-    for number in range(40):
+    for number in range(20):
         bank, ceiling, booked, _ = fuzz(5000 + number, threads=True, kills=False)
         assert not bank.short and bank.bill <= booked.spent <= ceiling
 
 
-def some(fuzz, runs=60, **options):
+def some(fuzz, runs=30, **options):
     """(bookings below the bill, ledgers above the ceiling) of some plans."""
     ended = [fuzz(10_000 + number, **options) for number in range(runs)]
     short = sum(bool(bank.short) for bank, *_ in ended)
@@ -241,12 +241,12 @@ def test_control_arm_booking_after_the_answer(fuzz, monkeypatch):
             self.ledger = ledger
 
     monkeypatch.setattr(run_module.Sender, "__call__", late)
-    assert some(fuzz)[0] > 10
+    assert some(fuzz)[0] > 5
 
 
 def test_control_arm_a_usage_that_lies_is_trusted(fuzz):
-    assert some(fuzz, trust=True, honest=False)[0] > 3
-    assert some(fuzz, runs=20, trust=True)[0] == 0  # an honest one may be
+    assert some(fuzz, trust=True, honest=False)[0] > 1
+    assert some(fuzz, runs=15, trust=True)[0] == 0  # an honest one may be
 
 
 def test_control_arm_a_failed_attempt_is_not_counted(fuzz, monkeypatch):
@@ -269,7 +269,7 @@ def test_control_arm_without_a_ceiling(fuzz, monkeypatch):
             self._write(list(attempts))
 
     monkeypatch.setattr(Ledger, "book_all", book_all)
-    assert some(fuzz)[1] > 3
+    assert some(fuzz, runs=60)[1] > 3
 
 
 def test_control_arm_a_killed_request_is_forgotten(fuzz, monkeypatch):
@@ -284,4 +284,4 @@ def test_control_arm_a_killed_request_is_forgotten(fuzz, monkeypatch):
         return real(plan, *arguments, **options)
 
     monkeypatch.setitem(globals(), "open_plan", forgetful)
-    assert some(fuzz)[0] > 3
+    assert some(fuzz)[0] > 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -20,6 +18,8 @@ from unfreeze.synth.plan import make_plan, write_plan
 from unfreeze.synth.run import Watch, connect, only_here, open_plan
 from unfreeze.teach.address import EndpointError
 from unfreeze.teach.budget import Price
+
+UNFREEZE = "-c", "import sys; from unfreeze import cli; sys.exit(cli.main(sys.argv[1:]))"
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_second_run_sends_nothing_and_writes_the_same_bytes(serving, planned):
     assert len(server.asked) == len(SEEDS)
 
 
-def test_killed_and_run_again_no_answer_is_asked_for_twice(serving, planned, files, tmp_path):
+def test_killed_and_run_again_no_answer_is_asked_for_twice(serving, planned, forkserver):
     """SIGKILL of the real command in the middle; test_ceiling.py has many."""
 
     def slow(server, connection, body):
@@ -87,18 +87,19 @@ def test_killed_and_run_again_no_answer_is_asked_for_twice(serving, planned, fil
 
     server = serving(slow)
     folder = planned(server.url, RECIPE + "at_once = 2\n")
-    command = [sys.executable, "-m", "unfreeze", "synth", "run", str(folder), "--json"]
-    going = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [*UNFREEZE, "synth", "run", folder, "--json"]
+    going = forkserver.start(command)
     while len(server.asked) < 5 and going.poll() is None:
         time.sleep(0.01)
-    os.kill(going.pid, signal.SIGKILL)
+    going.kill()
     going.wait()
     asked_before = {json.dumps(body) for _, _, body in server.asked}
     known = {line["key"] for line in lines(folder / "answers.jsonl")}
     assert 0 < len(known) < len(SEEDS)
     first = len(server.asked)
     time.sleep(0.3)
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = forkserver.run(command)
+    assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["rows"] == len(SEEDS) and result["finished"]
     later = [headers["Idempotency-Key"].split("-")[1] for _, headers, _ in server.asked[first:]]
@@ -111,24 +112,19 @@ def test_killed_and_run_again_no_answer_is_asked_for_twice(serving, planned, fil
     assert len({headers["Idempotency-Key"] for _, headers, _ in server.asked}) == len(SEEDS)
 
 
-def test_ctrl_c_waits_for_the_requests_under_way(serving, planned):
+def test_ctrl_c_waits_for_the_requests_under_way(serving, planned, forkserver):
     def slow(server, connection, body):
         time.sleep(0.5)
         return yoda(server, connection, body)
 
     server = serving(slow)
     folder = planned(server.url, RECIPE + "at_once = 3\n")
-    going = subprocess.Popen(
-        [sys.executable, "-m", "unfreeze", "synth", "run", str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    going = forkserver.start([*UNFREEZE, "synth", "run", folder])
     while len(server.asked) < 4:
         time.sleep(0.01)
-    going.send_signal(signal.SIGINT)
-    _, said = going.communicate()
-    assert going.returncode == 130 and "waiting for the requests under way" in said
+    os.kill(going.pid, signal.SIGINT)
+    code, said = going.wait(), going.stderr.read_text(encoding="utf-8")
+    assert code == 130 and "waiting for the requests under way" in said
     kept = lines(folder / "answers.jsonl")
     assert len(kept) == len(server.asked) < len(SEEDS)  # nothing that was paid for is lost
     assert f"{len(kept)} answers kept; the same command continues" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import islice
 
 import pytest
 import torch
@@ -85,6 +86,13 @@ def test_the_search_is_a_plain_loop():
     assert not torch.allclose(by_a_loop((V[:4],), X)[0], s, rtol=1e-3)
 
 
+@pytest.fixture
+def coarse(monkeypatch):
+    """Every fifth of the choices, the first among them: the whole search is compared with a loop above."""
+    grid = awq.grid
+    monkeypatch.setattr(awq, "grid", lambda *means: islice(grid(*means), 0, None, 5))
+
+
 def written(base, folder, to="int8", method="awq", modules=("all-linear",), batches=None):
     return run_calibrated(base, folder, batches or rows(0, 40), to, method=method, modules=modules)
 
@@ -127,7 +135,7 @@ def test_a_folder_with_scales_computes_what_its_base_does(name, modules, large, 
     assert (wrong - original).norm() > 0.1 * original.norm()
 
 
-def test_scales_that_a_router_takes_are_powers_of_two(large, tmp_path):
+def test_scales_that_a_router_takes_are_powers_of_two(large, tmp_path, coarse):
     """So the router and the shared expert, in bf16, are the same function bit for bit."""
     own, _ = written(large["moe"], tmp_path / "out", "int4", modules=("experts",))
     base, out = open_checkpoint(large["moe"]).tensors, open_checkpoint(tmp_path / "out").tensors
@@ -145,7 +153,7 @@ def test_scales_that_a_router_takes_are_powers_of_two(large, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "moe"])
-def test_with_large_channels_it_is_closer_than_the_nearest(name, large, tmp_path):
+def test_with_large_channels_it_is_closer_than_the_nearest(name, large, tmp_path, coarse):
     base, held = open_checkpoint(large[name]), rows(9, 10)
     original = torch.cat(hidden_states(Layers(base), held))
     off = {}
@@ -166,7 +174,7 @@ def test_with_large_channels_it_is_closer_than_the_nearest(name, large, tmp_path
     torch.testing.assert_close(given.float() * s, gain.float(), rtol=1e-6, atol=0)
 
 
-def test_what_nothing_takes_the_scales_of_is_counted(bases, tmp_path):
+def test_what_nothing_takes_the_scales_of_is_counted(bases, tmp_path, coarse):
     """Of llama's 2 heads of values 4 heads of queries read one each twice."""
     own, _ = written(bases["llama"], tmp_path / "out", "int4")
     assert own.left == {"o_proj": 2}
@@ -176,7 +184,7 @@ def test_what_nothing_takes_the_scales_of_is_counted(bases, tmp_path):
     assert with_heads.left == {}
 
 
-def test_few_rows_keep_scales_of_one(bases, tmp_path, monkeypatch):
+def test_few_rows_keep_scales_of_one(bases, tmp_path, monkeypatch, coarse):
     monkeypatch.setattr(awq, "FEWEST", 10)
     own, _ = written(bases["moe"], tmp_path / "out", "int4", batches=rows(0, 16), modules=("experts",))
     assert own.tallies["experts"].few and own.tallies["experts"].matrices == 24
@@ -185,7 +193,7 @@ def test_few_rows_keep_scales_of_one(bases, tmp_path, monkeypatch):
         calibration(bases["moe"], tmp_path / "none", rows(0, 16), method="awq")
 
 
-def test_the_record_has_what_a_rerun_needs(large, tmp_path):
+def test_the_record_has_what_a_rerun_needs(large, tmp_path, coarse):
     """A second run keeps the first layer's file, and goes on behind it with its norms as they were written."""
     whole = calibration(large["moe"], tmp_path / "whole", rows(0, 20), method="awq")
     whole.run()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -301,7 +299,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("to", ["int4", pytest.param("nf4", marks=pytest.mark.nightly)])
-def test_peak_host_memory(folders, tmp_path: Path, to: str) -> None:
+def test_peak_host_memory(folders, tmp_path: Path, to: str, forkserver) -> None:
     """docs/why/trust.md L1, of a process of its own: the packed model, and a matrix while it is packed. Control
     arm: beside the whole release."""
     if not Path("/proc/self/status").exists():
@@ -315,8 +313,9 @@ def test_peak_host_memory(folders, tmp_path: Path, to: str) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps(config.to_dict() | {"architectures": None, "dtype": "bfloat16"})
     )
-    words = [sys.executable, "-c", MEASURE, str(folders["llama"]), str(tmp_path), to]
-    said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    done = forkserver.run(["-c", MEASURE, folders["llama"], tmp_path, to])
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
     peak, final, planted, beside, released = map(int, said.split())
     assert final < released / 2 and peak >= 0.9 * final  # the measurement sees the weights
     assert peak <= final + beside + 2**23 < planted, (peak, final, beside, planted)

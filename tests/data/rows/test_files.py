@@ -346,7 +346,7 @@ fields = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(row=st.dictionaries(st.sampled_from(fields), json_values, max_size=4))
 def test_any_object_is_a_row_or_one_data_error(row, tmp_path_factory):
     try:
@@ -355,7 +355,7 @@ def test_any_object_is_a_row_or_one_data_error(row, tmp_path_factory):
         assert "row 1" in error.message
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(line=st.binary(max_size=60))
 def test_any_bytes_are_rows_or_one_data_error(line, tmp_path_factory):
     for name in ("fuzz.jsonl", "fuzz.txt"):
