@@ -138,6 +138,10 @@ def serve() -> None:
     """A line of JSON in, one out: {"start": …} -> the process' number; {"poll": number} -> its code or null."""
     for name in IMPORTED:
         importlib.import_module(name)
+    # numba reads its own library at the first call of a loop: .4 s, and as much in each fork that calls one
+    target = importlib.import_module("numba.core.registry").cpu_target
+    target.typing_context.refresh()
+    target.target_context.refresh()
     gc.collect()
     gc.freeze()
     asking, answering = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")

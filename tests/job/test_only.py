@@ -73,7 +73,7 @@ def grown(request, tmp_path_factory) -> Path:
 
 def flags_of(model: Path, data: Path, out: Path, *more: object, steps: int) -> list[str]:
     command = ["sft", "--train", "all", "--model", model, "--data", data, "--out", out, "--quiet"]
-    command += ["--steps", steps, "--tokens-per-step", 256, "--sequence-length", 128, "--watch.samples", 0]
+    command += ["--steps", steps, "--tokens-per-step", 64, "--sequence-length", 64, "--watch.samples", 0]
     command += ["--learning-rate", "1e-2", "--optimizer.weight-decay", 0.1, *more]
     return list(map(str, command))
 

@@ -31,7 +31,7 @@ SAME = ("loss", "grad_norm", "tokens", "expert_load", "correct", "learning_rate"
 
 
 def sft(chat_rows, out, *flags, model=TINY_K2):
-    line = ["sft", "--model", model, "--data", chat_rows, "--out", out, "--tokens-per-step", 256]
+    line = ["sft", "--model", model, "--data", chat_rows, "--out", out, "--tokens-per-step", 64]
     line += ["--lora.rank", 2, "--threads", 1, "--quiet", "--learning-rate", "5e-3", "--steps", 4, *flags]
     code = cli.main([str(word) for word in line])
     lines = (out / "events.jsonl").read_text(encoding="utf-8").splitlines()
@@ -125,7 +125,7 @@ def test_auto_takes_groups_where_two_buffers_of_a_layer_are_too_large(chat_rows,
     assert single < whole
     small = replace(here, available=int((2 * single + whole) / 3 / USABLE))
     monkeypatch.setattr("unfreeze.parallel.machine.hardware", lambda device: small)
-    more = ["--watch.samples", 0, "--dtype", "float32", "--tokens-per-step", 64, "--lora.rank", 1]
+    more = ["--watch.samples", 0, "--dtype", "float32", "--lora.rank", 1]
     code, events = sft(chat_rows, tmp_path / "run", *more)
     (planned,) = of(events, "plan")
     assert code == 0 and planned["experts"] == "disk" and planned["groups"] > 1
@@ -261,7 +261,8 @@ def test_auto_takes_the_disk_where_the_device_is_too_small(chat_rows, tmp_path, 
     between = (least("device") + least("disk")) // 2
     small = replace(here, available=int(between / USABLE))
     monkeypatch.setattr("unfreeze.parallel.machine.hardware", lambda device: small)
-    code, events = sft(chat_rows, tmp_path / "run", "--watch.samples", 0, "--dtype", "float32")
+    more = ["--watch.samples", 0, "--dtype", "float32", "--tokens-per-step", 256]
+    code, events = sft(chat_rows, tmp_path / "run", *more)
     (planned,) = of(events, "plan")
     assert code == 0 and planned["experts"] == "disk" and planned["recompute"] == "layers"
     assert any(

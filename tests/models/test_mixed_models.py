@@ -353,7 +353,7 @@ def mixed_k2(tmp_path):
 def test_a_mixed_checkpoint_trains_and_its_adapter_is_saved(mixed_k2, chat_rows, tmp_path, capsys):
     out = tmp_path / "run"
     command = ["sft", "--quiet", "--model", mixed_k2, "--data", chat_rows, "--out", out]
-    sizes = ["--tokens-per-step", 256, "--steps", 3, "--watch.samples", 1, "--lora.rank", 2]
+    sizes = ["--tokens-per-step", 128, "--steps", 2, "--watch.samples", 1, "--lora.rank", 2]
     assert cli.main([str(word) for word in [*command, *sizes]]) == 0
     adapter = load_file(next(out.rglob("adapter_model.safetensors")))
     assert sum("experts" in name for name in adapter) and all(

@@ -22,6 +22,8 @@ from unfreeze.models import publish
 BUILT = [name for name in SIGHTED if name in models.WRAPPERS]
 PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
+STEPS = 6
+
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
@@ -43,7 +45,7 @@ def bases(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapters(bases, chat_rows, tmp_path_factory):
-    """name -> a run of 20 steps that trained adapters on that base; made once."""
+    """name -> a run of some steps that trained adapters on that base; made once."""
     made = {}
 
     def make(name):
@@ -57,7 +59,7 @@ def adapters(bases, chat_rows, tmp_path_factory):
 
 
 def command(base, rows, out, *flags):
-    line = ["sft", "--model", base, "--data", rows, "--out", out, "--steps", 20, "--tokens-per-step", 128]
+    line = ["sft", "--model", base, "--data", rows, "--out", out, "--steps", STEPS, "--tokens-per-step", 128]
     line += ["--sequence-length", 128, "--dtype", "float32", "--threads", 1, "--watch.samples", 0]
     return [*line, "--learning-rate", "1e-2", *flags]
 
@@ -118,7 +120,7 @@ def test_after_training_all_text_weights_it_sees_as_before(name, bases, chat_row
     unfreeze_json(*command(base, chat_rows, tmp_path / "run", "--train", "all"))
     out = tmp_path / "run" / "model"
     check_carried(name, base, out)
-    state = load_file(tmp_path / "run" / "state" / "step-000020" / "tensors.safetensors")
+    state = load_file(tmp_path / "run" / "state" / f"step-{STEPS:06d}" / "tensors.safetensors")
     wanted = logits(name, with_text(name, reference, trained(state)))
     model, found = read(name, out)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
@@ -181,7 +183,7 @@ def test_names_as_transformers_4_52_wrote_them_are_kept(bases, chat_rows, tmp_pa
         for key, tensor in tensors.items()
     }
     save_file(as_in_memory, base / "model.safetensors", {"format": "pt"})
-    unfreeze_json(*command(base, chat_rows, tmp_path / "run", "--train", "all"))
+    unfreeze_json(*command(base, chat_rows, tmp_path / "run", "--train", "all", "--steps", 1))
     after = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert after.keys() == as_in_memory.keys()
     tower = [key for key in after if key.startswith(("model.vision", "model.multi"))]
@@ -195,7 +197,7 @@ def test_without_what_is_carried_transformers_lacks_the_tower(
     """Control arm of the tests above."""
     monkeypatch.setattr(publish, "carried", lambda model, manifest: iter(()))
     base = bases("mistral3")[1]
-    unfreeze_json(*command(base, chat_rows, tmp_path / "run", "--train", "all"))
+    unfreeze_json(*command(base, chat_rows, tmp_path / "run", "--train", "all", "--steps", 1))
     with pytest.raises(AssertionError, match="vision_tower"):
         read("mistral3", tmp_path / "run" / "model")
 

@@ -11,7 +11,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from unfreeze.core.cpu import multiplies_bf16
 
 
-class Live(TorchDispatchMode):
+class Mode(TorchDispatchMode):
+    """Without the frames that torch puts around each operation for its compiler, which nothing uses here."""
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+
+class Live(Mode):
     """Bytes of all storages that live, beyond those `there` before, and the most there ever were.
 
     Autograd adds a second gradient in place to a first that nobody else holds; under a dispatch mode it makes
@@ -26,13 +34,13 @@ class Live(TorchDispatchMode):
         self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in there}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        in_place = self.allowing and function is ADD and references(args[0]) == alone() and by_autograd()
+        in_place = function is ADD and self.allowing and references(args[0]) == alone() and by_autograd()
         out = quick(function, args, kwargs or {})
         if in_place:
             key = args[0].untyped_storage()._cdata
             self.now -= self.sizes.get(key, 0)
             self.sizes[key] = 0
-        for tensor in tree_leaves(out):
+        for tensor in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self.count(tensor.untyped_storage())
         return out
@@ -60,14 +68,14 @@ ATTENTION = (
     ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
+BF16 = multiplies_bf16()
 PRODUCTS = {*INTO, *INTO.values(), ATEN.bmm.default, ATEN.baddbmm.default, *ATTENTION}
 
 
 def quick(function, args, kwargs):
     """The operation's result. A CPU without bf16 units multiplies in float32, 40 times as fast: what lies on the
     way is not counted, and tensors of the same size and dtype come out."""
-    narrow = args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.bfloat16
-    if not narrow or function not in PRODUCTS or multiplies_bf16() or args[0].device.type != "cpu":
+    if function not in PRODUCTS or args[0].dtype != torch.bfloat16 or args[0].device.type != "cpu" or BF16:
         return function(*args, **kwargs)
     target = kwargs.get("out", args[0]) if function in INTO else None
     left = {key: value for key, value in kwargs.items() if key != "out"}
@@ -91,7 +99,7 @@ def alone():
     """`references` of a gradient that autograd alone holds, as a dispatch mode sees them."""
     seen = []
 
-    class Look(TorchDispatchMode):
+    class Look(Mode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             if function is ADD:
                 seen.append(references(args[0]))

@@ -35,7 +35,8 @@ def opened(dtype: torch.dtype) -> models.Decoder:
 def test_the_same_gradients_to_the_bit(dtype: torch.dtype, recompute: str) -> None:
     """Three steps, of which the second is larger, in chunks; what nobody may read is NaN."""
     model = opened(dtype)
-    sizes = [batch(256, 8), batch(512, 16), batch(256, 8)]
+    few = 256 if dtype == torch.float32 else 32  # bf16 is slow on some CPUs
+    sizes = [batch(few, 8), batch(2 * few, 16), batch(few, 8)]
     wanted = [step(model, recompute, given) for given in sizes]
     assert len(wanted[0]) > 70
     model.boundary = BoundaryInHost(model.layers, HostLane())

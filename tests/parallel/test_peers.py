@@ -76,7 +76,7 @@ EXCHANGES = (
 
 def batch(rank: int) -> Batch:
     """Several documents on the first process, a single one on the second."""
-    tokens, length = (96, 12) if rank == 0 else (40, 40)
+    tokens, length = (24, 6) if rank == 0 else (10, 10)
     ids = torch.randint(0, 97, (tokens,), generator=torch.Generator().manual_seed(rank))
     return Batch(
         ids, ids.roll(-1), torch.ones(tokens), torch.arange(tokens) % length, torch.arange(0, tokens, length)

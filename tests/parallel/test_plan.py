@@ -305,6 +305,7 @@ def test_the_shared_checkpoint_takes_what_the_plan_says():
 
 
 HYBRIDS = ("qwen3_5_text", "kimi_linear", "granitemoehybrid")
+FEW = ("llama", "qwen3_moe", "lfm2")  # whose ratios at 1,024 tokens are those at 2,048
 # what is there before a step
 APART = ("base", "adapter", "optimizer")
 
@@ -338,7 +339,8 @@ def test_a_steps_memory_is_predicted_within_a_tenth(name, dtype, recompute, live
     most = 1.25 if recompute != "layers" and name in HYBRIDS else 1.1
     # long documents carry states from segment to segment, as the plan counts
     documents = 2 if name in HYBRIDS else 16
-    assert 0.9 < predicted(CONFIGS[name], dtype, recompute, live, monkeypatch, documents) < most
+    tokens = 1024 if name in FEW else 2048
+    assert 0.9 < predicted(CONFIGS[name], dtype, recompute, live, monkeypatch, documents, tokens) < most
 
 
 @pytest.mark.parametrize(
@@ -359,13 +361,13 @@ def test_so_is_that_of_sparse_attention(shared, recompute, live, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "recompute"), [(torch.bfloat16, "layers"), (torch.float32, "selective")])
 def test_so_is_that_of_a_mixture_of_blocks(dtype, recompute, live, monkeypatch):
-    """Documents of 1,024 tokens, of which a head sees four blocks of 32; units as small as at 64 K tokens.
+    """Documents of 512 tokens, of which a head sees four blocks of 32; units as small as at 64 K tokens.
 
     Predicted are 1.0 to 1.25 of it: a unit counts as if it lived at the layer's fullest moment.
     """
-    monkeypatch.setattr(moba.attention, "SCORE_BYTES", 1 << 18)
+    monkeypatch.setattr(moba.attention, "SCORE_BYTES", 1 << 17)
     config = CONFIGS["llama"] | BLOCKS
-    assert 0.9 < predicted(config, dtype, recompute, live, monkeypatch, documents=2) < 1.3
+    assert 0.9 < predicted(config, dtype, recompute, live, monkeypatch, documents=2, tokens=1024) < 1.3
 
 
 def test_chosen_blocks_stay_until_backward():
@@ -409,9 +411,8 @@ def test_chosen_keys_that_later_layers_use_stay_until_backward():
 INDEXED = {"model_type": "deepseek_v32", "index_topk": 64, "index_n_heads": 16, "index_head_dim": 32}
 
 
-def predicted(config, dtype, recompute, live, monkeypatch, documents=16) -> float:
-    """The plan of a step on 2,048 tokens over the bytes of the tensors that live in one."""
-    tokens = 2048
+def predicted(config, dtype, recompute, live, monkeypatch, documents=16, tokens=2048) -> float:
+    """The plan of a step on so many tokens over the bytes of the tensors that live in one."""
     # torch's dispatch modes see the thread they are set in
     monkeypatch.setattr(loop_cpu, "WORKERS_FROM", math.inf)
     monkeypatch.setattr(workspace, "SPREAD_FROM", math.inf)
@@ -839,21 +840,21 @@ def test_full_training_takes_the_bytes_the_plan_says(dtype, parts, live, monkeyp
         Work(tokens=512, micro_batches=parts, loss_rows=rows, loss_bytes=bytes_, longest=128),
         MACHINE,
     )
-    optimizer, batch = AdamW(model), batch_of(512, 4)
+    optimizer = AdamW(model)
     release_scratch()
 
-    def step() -> None:
+    def step(tokens: int = 512) -> None:
         train_step(
             model,
             optimizer,
-            [batch] * parts,
+            [batch_of(tokens, 4)] * parts,
             cross_entropy,
             learning_rate=1e-3,
             max_norm=1.0,
             recompute=models.RECOMPUTE["selective"],
         )
 
-    step()  # makes the optimizer's state
+    step(16)  # makes the optimizer's state
     release_scratch()
     optimizer.zero_grad()
     there = [*model.parameters(), *model.buffers(), *optimizer.tensors().values()]
