@@ -3,6 +3,7 @@
 
 import errno
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import unfreeze
 from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
 from unfreeze.commands.doctor import Config, findings_of
 from unfreeze.core.command import Common
 from unfreeze.drill.sandbox import ROWS, Sandbox
@@ -158,7 +160,7 @@ def change_json(path, **fields):
         (
             nan_weight,
             "numerics fault",
-            "1 weights hold NaN or infinity; first: model.layers.1.mlp.up_proj.weight",
+            "1 tensor with NaN or infinity; first: model.layers.1.mlp.up_proj.weight",
         ),
         (fewer_rows, "vocabulary fault", "36 ids have no embedding"),
         (drops_answers, "template fault", "content"),
@@ -171,6 +173,21 @@ def test_a_fault_planted_in_the_checkpoint_is_found(sandbox, plant, key, says):
     plant(folder)
     found = findings(model=folder)
     assert says in found[key].line and found[key].remedy
+
+
+def test_nan_among_the_scales_of_packed_weights_is_found_by_name(tmp_path):
+    folder = tmp_path / "k2"
+    shutil.copytree(TINY_K2, folder)
+    assert "numerics fault" not in findings(model=folder)  # control arm
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.0.down_proj.weight_scale"][3, 1] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    found = findings(model=folder)["numerics fault"]
+    assert (
+        found.line
+        == "1 tensor with NaN or infinity; first: model.layers.1.mlp.experts.down_proj.weight_scale"
+    )
+    assert found.remedy == "download the checkpoint again"
 
 
 def test_what_needs_a_broken_part_is_skipped_with_the_reason(sandbox):

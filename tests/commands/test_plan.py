@@ -593,6 +593,15 @@ def test_control_arm_the_same_flags_where_they_have_an_effect(config):
     )
 
 
+def test_the_dtype_of_a_cpu_elsewhere_is_said_to_be_that_of_the_one_here(config, capsys):
+    _, elsewhere = said(capsys, "--model", config, "--hardware", "cpu:200GB")
+    _, here = said(capsys, "--model", config)
+    assert ["(taken to be as here: this CPU" in "".join(lines) for lines in (elsewhere, here)] == [
+        True,
+        False,
+    ]
+
+
 def test_a_gpu_that_no_table_knows_is_planned_as_a_gpu_without_seconds(config, monkeypatch):
     from unfreeze.parallel import machine
 

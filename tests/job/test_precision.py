@@ -134,6 +134,26 @@ def test_a_run_keeps_its_dtype_elsewhere_and_says_that_it_is_slow(tmp_path, data
     assert read_run(out).config["memory.dtype"] == "float32"
 
 
+def test_doctor_checks_a_run_in_the_dtype_that_it_keeps(tmp_path, data, units, capsys):
+    out, toml = tmp_path / "run", tmp_path / "run.toml"
+    toml.write_text(
+        f'model = "{TINY_K2}"\ndata = "{data}"\nout = "{out}"\nsteps = 1\ntokens_per_step = 128\n'
+        "[watch]\nsamples = 0\n[memory]\nthreads = 1\n"
+    )
+    units(False)
+    assert cli.main(["doctor", str(toml)]) == 0
+    assert "dtype: float32 (this CPU (avx2) has no bfloat16 units)" in capsys.readouterr().out  # control arm
+    units(True)
+    assert cli.main(["sft", str(toml), "--quiet"]) == 0
+
+    units(False)
+    assert cli.main(["doctor", str(toml)]) == 0
+    said = capsys.readouterr().out
+    assert "is finished at step 1" in said and "memory.dtype differ" not in said
+    assert "dtype = bfloat16 is slow here" in said and "32 tokens in bfloat16" in said
+    assert "remedy: --dtype float32 --save.allow-changed dtype" in said
+
+
 def test_the_start_says_dtype_and_why(tmp_path, data, units, capsys):
     units(False)
     out = tmp_path / "run"

@@ -67,6 +67,7 @@ def test_what_follows_from_a_field_is_allowed_with_it():
             ),
         ),
         ("seed", "seed, which can never change within a run: the saved position in the data would be wrong"),
+        ("validation_fraction", "can never change within a run: rows that it trained on would be held out"),
         (
             "learning-rat",
             (

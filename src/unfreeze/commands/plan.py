@@ -356,6 +356,8 @@ def _dtype(config: Config, machine: Fleet, opened: Opened) -> Precision:
     if machine.here:
         return precision(config.dtype, machine.kind)
     best = precision_on(machine.kind)
+    if machine.kind == "cpu":  # its instructions are not known
+        best = best._replace(why=f"taken to be as here: {best.why}")
     return best if config.dtype == AUTO else as_asked(config.dtype, best, machine.kind)
 
 

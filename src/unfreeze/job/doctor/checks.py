@@ -23,10 +23,10 @@ from unfreeze.job.doctor.finding import Finding, Level
 from unfreeze.job.doctor.machine import check_machine
 from unfreeze.job.doctor.numerics import check_numerics
 from unfreeze.job.end.folder import with_files
-from unfreeze.job.opening.precision import in_dtype
+from unfreeze.job.opening.precision import alone, in_dtype
 from unfreeze.job.parts import Parts
 from unfreeze.job.planning.plan import ROOM, Planning, disk_of
-from unfreeze.kernels.precision import Precision, precision
+from unfreeze.kernels.precision import Precision
 from unfreeze.tracking.live import EncodeProgress
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def examine(config: TrainingConfig, parts: Parts, *, has_data: bool, quiet: bool
     """Run every check in order. A check that needs a broken part is skipped, naming the part."""
     subject = Subject(config, parts, has_data, quiet)
     with suppress(UserError):  # for a missing device, which the first check reports
-        subject.dtype = precision(config.memory.dtype, subject.device)
+        subject.dtype = alone(config, subject.device, new=parts.new)
         subject.config = in_dtype(config, subject.dtype.name)
     for name, check, needs in CHECKS:
         lacking = [part for part in needs if part in subject.broken]

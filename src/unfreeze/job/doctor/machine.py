@@ -9,7 +9,7 @@ from unfreeze.core.torchrun import nearest_multiples, started
 from unfreeze.core.units import format_bytes, plural
 from unfreeze.job.doctor.finding import Finding
 from unfreeze.job.opening.kernels import kernels_line
-from unfreeze.job.opening.precision import dtype_line
+from unfreeze.job.opening.precision import BEGUN, dtype_line
 from unfreeze.kernels.precision import slow
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ def check_machine(subject: Subject) -> Iterator[Finding]:
         yield Finding("machine", "warn", f"the run would be on the CPU: {unused.why}", unused.remedy)
     name = subject.config.memory.dtype
     if why := slow(name, subject.device):
-        yield Finding("machine", "warn", why, "--dtype float32, or leave dtype out")
+        begun = subject.dtype is not None and subject.dtype.why == BEGUN
+        remedy = "--dtype float32" + (" --save.allow-changed dtype" if begun else ", or leave dtype out")
+        yield Finding("machine", "warn", why, remedy)
     elif subject.dtype is not None:
         yield Finding("machine", "ok", dtype_line(subject.dtype))
     if subject.device.type == "cpu":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_bytes, plural
 from unfreeze.job.doctor.finding import Finding
 
 if TYPE_CHECKING:
@@ -40,12 +40,15 @@ def check_numerics(subject: Subject) -> Iterator[Finding]:
         warn=lambda note: None,
         as_stored=True,
     )
-    worst = [name for name, tensor in model.named_parameters() if not bool(tensor.isfinite().all())]
+    kept = model.state_dict().keys()  # scales of packed weights are buffers; codes of one byte are no numbers
+    stored = [*model.named_parameters(), *(each for each in model.named_buffers() if each[0] in kept)]
+    wide = [each for each in stored if each[1].element_size() > 1]
+    worst = [name for name, tensor in wide if not bool(tensor.isfinite().all())]
     if worst:
         yield Finding(
             "numerics",
             "fault",
-            f"{len(worst)} weights hold NaN or infinity; first: {worst[0]}",
+            f"{plural(len(worst), 'tensor')} with NaN or infinity; first: {worst[0]}",
             "download the checkpoint again",
         )
         return
@@ -59,10 +62,11 @@ def check_numerics(subject: Subject) -> Iterator[Finding]:
         f"{SMOKE_TOKENS} tokens in {subject.config.memory.dtype}: largest hidden value {largest:.3g}, loss"
         f" {mean:.2f}"
     )
+    narrow = subject.config.memory.dtype != "float32"
     finite = bool(hidden_TD.isfinite().all()) and mean == mean
     yield Finding(
         "numerics",
         "ok" if finite else "fault",
         line,
-        "" if finite else "--dtype float32, or: unfreeze dev bisect MODEL --against hf",
+        "" if finite else "--dtype float32, or: " * narrow + "unfreeze dev bisect MODEL --against hf",
     )

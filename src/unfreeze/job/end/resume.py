@@ -35,6 +35,7 @@ FIXED = {
     "memory.micro_batches": _PLACE,
     "training.packing": _PLACE,
     "data.weights": _PLACE,
+    "data.validation_fraction": "rows that it trained on would be held out",
     "reward": "rewards of another function cannot be compared with those before",
     "rollout.updates": "the loss and the number of steps depend on it",
     "rollout.curriculum": "the saved records of prompts are another curriculum's",

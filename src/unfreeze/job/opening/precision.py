@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.train.run import Run
 
+BEGUN = "as when the run started"
+
 
 def expected(config: TrainingConfig) -> str:
     """Expected dtype of a run on a CPU, determined before torch is imported."""
@@ -33,6 +35,13 @@ def began(config: TrainingConfig) -> str:
     return str(before) if before in ("bfloat16", "float32") else ""
 
 
+def alone(config: TrainingConfig, device: torch.device, *, new: bool = False) -> Precision:
+    """The dtype that `settled` gives to a run of one process. new: it starts from random weights."""
+    if first := began(config):
+        return Precision(first, BEGUN)
+    return NEW if new and config.memory.dtype == AUTO else precision(config.memory.dtype, device)
+
+
 def settled(
     config: TrainingConfig, start: Manifest | None, device: torch.device, group: Group
 ) -> tuple[TrainingConfig, Precision]:
@@ -45,7 +54,7 @@ def settled(
     if config.memory.dtype != AUTO:
         return config, own
     if first := group.texts(began(config))[0]:
-        return in_dtype(config, first), Precision(first, "as when the run started")
+        return in_dtype(config, first), Precision(first, BEGUN)
     if start is not None and not start.tensors:
         own = NEW
     if "float32" in group.texts(own.name) and own.name != "float32":
