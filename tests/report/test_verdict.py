@@ -49,7 +49,8 @@ def train(*losses: float) -> list[dict[str, Any]]:
     ]
 
 
-FALLS = train(3, 3, 2, 2, 2, 2, 1, 1)
+FEW = train(3, 3, 2, 2, 2, 2, 1, 1)
+FALLS = train(*[3] * 10, *[2] * 20, *[1] * 10)
 QUARTERS = " (mean of the first and the last quarter; no rows were held out)"
 
 
@@ -87,6 +88,12 @@ SAID = [
         " 0.250. Lower --learning-rate, or train on more rows.",
     ),
     ([*FALLS, END], LEARNT + "training loss 3.000 → 1.000" + QUARTERS + "."),
+    (  # random letters do this
+        [*FEW, END],
+        TRAINED + f"training loss 3.000 → 1.000{QUARTERS}. 8 steps without sample answers are too few to"
+        " tell: add --validation-fraction 0.1.",
+    ),
+    ([*FEW, *answers(("a", "a"), ("b", "c")), END], LEARNT + f"training loss 3.000 → 1.000{QUARTERS}."),
     ([*train(1, 1, 2, 2, 2, 2, 3, 3), END], TRAINED + "training loss 1.000 → 3.000" + QUARTERS + "."),
     ([*train(3, 2, 1), END], TRAINED + "loss 3.000 → 1.000."),  # a step is no mean
     (
@@ -149,7 +156,7 @@ def made(folder: Path, events: list[dict[str, Any]], config: dict[str, Any] | No
     ],
 )
 def test_a_run_within_its_first_epoch_says_how_much_it_saw(tokens, said, tmp_path):
-    steps = [step | {"tokens": tokens} for step in FALLS]
+    steps = [*[step | {"tokens": tokens} for step in FEW], *answers(("a", "b"))]
     run = made(tmp_path, [START, DATA | {"tokens": 1000}, RECEIPT, *steps, END])
     assert said in verdict(read_run(run))
 
@@ -167,7 +174,7 @@ def test_a_run_within_its_first_epoch_says_how_much_it_saw(tokens, said, tmp_pat
 )
 def test_rows_that_come_more_than_once_are_not_counted_as_once(config, said, tmp_path):
     scale = 1 if "loss" in config else 2
-    steps = [step | {"tokens": 100} for step in FALLS]
+    steps = [*[step | {"tokens": 100} for step in FEW], *answers(("a", "b"))]
     data = DATA | {"tokens": 1000 * scale, "shapes": {"question/answer": 1219}}
     assert said in verdict(read_run(made(tmp_path, [START, data, RECEIPT, *steps, END], config)))
 
@@ -342,7 +349,8 @@ def test_of_too_few_steps_no_run_learns_and_the_remedy_is_said(steps, learnt, tm
     few = "only 8 steps of 4,096 tokens (3 epochs of this data), too few to learn much: --epochs 40, or --tok"
     warned = {"kind": "warning", "step": 0, "message": few}
     losses, end = [*[3] * 2, *[2] * (steps - 4), *[1] * 2], {**END, "step": steps}
-    said = verdict(read_run(made(tmp_path / "r", [START, DATA, RECEIPT, warned, *train(*losses), end])))
+    seen = [*train(*losses), *answers(("a", "b"))]
+    said = verdict(read_run(made(tmp_path / "r", [START, DATA, RECEIPT, warned, *seen, end])))
     assert said.endswith("held out)." if learnt else "held out). Too few steps to learn much: --epochs 40.")
     assert ("was trained on" in said) != learnt and ("learnt" in said) == learnt
 

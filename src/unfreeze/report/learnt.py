@@ -4,7 +4,8 @@
 row, and by at least a hundredth of its value at step 0. For preferences, accuracy must also have risen as
 clearly. Without held-out rows, the same must hold for the mean training loss of whole epochs, or of the first
 and last quarter of the steps; the receipt must show that the output moved far enough; and at least half of
-the sample answers must have changed. Pairs need held-out rows: random preferences can be memorised.
+the sample answers must have changed. Without any, it takes ENOUGH_STEPS. Pairs need held-out rows: random
+preferences can be memorised.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from unfreeze.core.schema import DataEvent, EvalEvent, ReceiptEvent, RolloutEvent, TrainEvent
 from unfreeze.report.events import (
     AT_LEAST,
+    ENOUGH_STEPS,
     LEAKED,
     evals_of,
     last,
@@ -83,6 +85,7 @@ def finding(run: RunFolder) -> Evidence:
     else:
         learnt, note = bool(trained and trained.clear) and moved(run, trained), _rambles(run)
         measured, note = _trained_words(run, trained), note or _by_heart(run)
+        note = note or (_unseen(run) if learnt else "")
     same, all_same = _unchanged(run)
     # the training loss falls long before answers to the trained rows change: alone it is no proof beside them
     doubt = all_same or (bool(same) and not evals and not words)
@@ -317,6 +320,17 @@ def _rambles(run: RunFolder) -> str:
     )
     fell, bound = before - after, errors(2 * part - 2) * math.hypot(before_error, after_error)
     return _neither(run, before, after) if fell > max(NATS, bound, SHARE * abs(before)) else ""
+
+
+def _unseen(run: RunFolder) -> str:
+    """Note on a short run without held-out rows and sample answers, else "".
+
+    Nothing but its training loss speaks for it, and that falls on random letters too.
+    """
+    steps = len(run.train)
+    if _answers(run) or steps >= ENOUGH_STEPS:
+        return ""
+    return f" {steps} steps without sample answers are too few to tell: add --validation-fraction 0.1."
 
 
 def _by_heart(run: RunFolder) -> str:
