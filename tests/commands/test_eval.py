@@ -12,7 +12,7 @@ import pytest
 import unfreeze
 from unfreeze import cli
 from unfreeze.commands import eval as scoring
-from unfreeze.commands.eval_models import subjects_of
+from unfreeze.commands.eval_models import subjects_of, trained_on
 from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.data import load_tokenizer
@@ -189,6 +189,19 @@ def test_digests_see_weights_adapters_and_dtypes(run):
     assert digest() != first
     with pytest.raises(CheckpointError, match="is given twice"):
         subjects_of([str(run), f"{run}/"], "", "float32", lambda line: None)
+
+
+def test_rows_of_the_run_whose_adapter_went_on_count_too(run, tmp_path):
+    """Named by its folder or by the adapter in it; a folder of peft's is no run."""
+    first, own = json.loads((run / "resolved_config.json").read_text()), tmp_path / "second"
+    own.mkdir()
+    (tmp_path / "theirs").mkdir()
+    assert len(trained_on(run)) == 1 and trained_on(None) == []
+    for adapter, runs in ((run, 2), (run / "adapter", 2), (tmp_path / "theirs", 1), (own, 1)):
+        fields = first | {"data.files": ["other.jsonl"], "adapter": str(adapter)}
+        (own / "resolved_config.json").write_text(json.dumps(fields))
+        named = [fields["data.files"] for fields in trained_on(own)]
+        assert named == [["other.jsonl"], first["data.files"]][:runs]
 
 
 def test_training_rows_among_the_test_are_counted(run, chat_rows, files, unfreeze_json, capsys):

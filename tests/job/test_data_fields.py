@@ -10,6 +10,7 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.parse import from_keywords, parse
 from unfreeze.core.errors import ConfigError
 from unfreeze.recipes.sft import Config
+from unfreeze.report.events import LEAKED
 from unfreeze.report.html import summary_lines
 
 
@@ -28,8 +29,8 @@ def files(tmp_path):
 def sft(unfreeze_json, files, tmp_path, read_events):
     """Two steps on both files -> the data event and the warnings."""
 
-    def run(*arguments, data=None):
-        out = tmp_path / "run"
+    def run(*arguments, data=None, out="run"):
+        out = tmp_path / out
         unfreeze_json(
             "sft",
             "--model",
@@ -269,3 +270,26 @@ def test_rows_that_are_cut_too_short_name_what_bounds_them(flags, said, files, t
     show = ["data", "show", files[0], "--model", TINY_K2, *flags]
     assert cli.main([str(word) for word in show]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_held_out_rows_that_differ_by_a_blank_or_in_case_are_counted(sft, files, tmp_path):
+    """Control arms: the rows of another file, and of a validation file that holds none of them."""
+    near = [json.loads(line) for line in files[1].read_text().splitlines()][:2]
+    near = [{key: f" {value.upper()} " for key, value in row.items()} for row in near]
+    held = tmp_path / "near.jsonl"
+    held.write_text("".join(json.dumps(row) + "\n" for row in [*near, *rows(3, "held")]))
+    _, warnings = sft("--validation", held)
+    assert warnings == [f"2 of 5 (but for case or white space) {LEAKED}"]
+
+    copies = tmp_path / "copies.jsonl"
+    lines = files[0].read_text().splitlines()
+    twice = [
+        {key: value + " " * i for key, value in json.loads(line).items()} for i in range(4) for line in lines
+    ]
+    copies.write_text("".join(json.dumps(row) + "\n" for row in twice))
+    data, warnings = sft("--validation-fraction", 0.2, data=[copies], out="twice")
+    (said,) = [words for words in warnings if words.endswith(LEAKED)]
+    # of the other four held-out rows, all copies of one, none is trained on
+    assert data["held_out"] == 16 and said == f"12 of 16 (but for case or white space) {LEAKED}"
+    others = sft("--validation-fraction", 0.2, data=files[:1], out="once")[1]
+    assert not any(words.endswith(LEAKED) for words in others)

@@ -122,18 +122,28 @@ def memorised(subjects: Subjects, tasks: Sequence[Task]) -> list[str]:
 
     words: list[str] = []
     for model in subjects.models:
-        fields = read_resolved(model.run, CheckpointError) if model.run else {}
-        if not (files := fields.get("data.files")):
-            continue
-        named = [files] if isinstance(files, str) else list(files)
-        data = Data.model_construct(files=tuple(named), columns=tuple(fields.get("data.columns") or ()))
-        try:
-            words += [f"{model.name}: {line}" for line in leak_words(leaks(data, tasks))]
-        except UserError as error:
-            words.append(
-                f"{model.name}: its training rows cannot be compared with the tasks: {error.message}"
-            )
+        for fields in trained_on(model.run):
+            files = fields["data.files"]
+            named = [files] if isinstance(files, str) else list(files)
+            data = Data.model_construct(files=tuple(named), columns=tuple(fields.get("data.columns") or ()))
+            try:
+                words += [f"{model.name}: {line}" for line in leak_words(leaks(data, tasks))]
+            except UserError as error:
+                words.append(
+                    f"{model.name}: its training rows cannot be compared with the tasks: {error.message}"
+                )
     return words
+
+
+def trained_on(run: Path | None) -> list[dict[str, Any]]:
+    """Return the fields of a run, and of each earlier one whose adapter it went on with, if they name data."""
+    runs: dict[Path, dict[str, Any]] = {}
+    while run is not None and run not in runs:
+        fields = runs[run] = read_resolved(run, CheckpointError)
+        adapter = fields.get("adapter")  # a run, or the adapter in it
+        folders = (Path(adapter), Path(adapter).parent) if adapter else ()
+        run = next((each for each in folders if (each / RESOLVED).is_file()), None)
+    return [fields for fields in runs.values() if fields.get("data.files")]
 
 
 def digest_of(source: ModelSource, manifest: Manifest, dtype: str) -> str:

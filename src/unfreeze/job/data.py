@@ -104,6 +104,7 @@ def encode(
     from unfreeze.data import Dataset, encoded_files, split_by_content
     from unfreeze.data.rows.scan import Repeated
     from unfreeze.data.store.remarks import labels, losses, mixture
+    from unfreeze.job.alike import alike
 
     length = sequence_length(data, document_tokens(options, tokens), max_positions)
     options_of_rows: dict[str, Any] = {
@@ -159,6 +160,8 @@ def encode(
     elif data.validation_fraction and stream is None:
         taught, validation = split_by_content(dataset.examples, data.validation_fraction, seed)
         dataset = replace(dataset, examples=taught, validation=validation)
+    if stream is None and run.step == 0 and (words := group.on_rank0(lambda: alike(data, dataset))):
+        warnings.append(words)
 
     def emit(stats: Stats, step: int) -> None:
         """Emit the statistics. If they cover only some rows of the files, say so."""

@@ -1,0 +1,49 @@
+"""Held-out rows that are training rows but for case or white space: their loss shows what was memorised.
+
+Equal rows always land on the same side (data/packing/split.py). Rows that differ by a blank need not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+
+from unfreeze.config.tables import Data
+from unfreeze.data import Dataset, read_rows
+from unfreeze.data.clean.leaks import passage_of
+from unfreeze.data.rows.sources import files_of
+from unfreeze.report.events import LEAKED
+
+COMPARED = 200_000
+"""Most rows that are read once more for it: some 2 seconds."""
+Place = tuple[int, int]
+"""Number of the file, and of the row in it."""
+
+
+def alike(data: Data, dataset: Dataset) -> str:
+    """Return the warning; "" if no row is alike, or if there are more than COMPARED rows."""
+    held = dataset.validation
+    if not held or len(dataset.examples) + len(held) > COMPARED:
+        return ""
+    places: list[Place] = list(zip(held.sources_N.tolist(), held.rows_N.tolist(), strict=True))
+    trained, texts = set[bytes](), dict[Place, bytes]()
+    apart = set() if data.validation else set(places)
+    for place, text in _texts(data.files, data):
+        if place in apart:
+            texts[place] = text
+        else:
+            trained.add(text)
+    if data.validation:
+        texts = dict(_texts(data.held_out, data))
+    count = sum(texts.get(place) in trained for place in places)
+    return f"{count:,} of {len(places):,} (but for case or white space) {LEAKED}" if count else ""
+
+
+def _texts(names: Sequence[str], data: Data) -> Iterator[tuple[Place, bytes]]:
+    """Yield a hash of each row's text, without case and white space."""
+    files = (path for name in names for path in files_of(name, say=lambda line: None))
+    for source, file in enumerate(files):
+        for row in read_rows(file, lambda bad: None, data.columns):
+            passage = passage_of(row, file.name)
+            if passage is not None and (text := "".join(passage.whole.casefold().split())):
+                yield (source, row.row), blake2b(text.encode("utf-8", "replace"), digest_size=16).digest()
