@@ -116,4 +116,4 @@ def test_a_ulimit_is_in_the_plan(chat_rows, tmp_path, forkserver):
     assert shared == available  # each process has a limit of its own
     assert done.returncode == 2, done.stderr
     assert "DoesNotFit: peak " in done.stderr and "within this shell's ulimit" in done.stderr
-    assert "next: --" in done.stderr
+    assert "next: raise ulimit -v: compiling takes up to 0.8 GiB beside the peak; then --" in done.stderr

@@ -136,7 +136,7 @@ def memorised(subjects: Subjects, tasks: Sequence[Task]) -> list[str]:
 
 
 def trained_on(run: Path | None) -> list[dict[str, Any]]:
-    """Return the fields of a run, and of each earlier one whose adapter it went on with, if they name data."""
+    """Return the fields of a run, and of each one before whose adapter it went on with, if they name data."""
     runs: dict[Path, dict[str, Any]] = {}
     while run is not None and run not in runs:
         fields = runs[run] = read_resolved(run, CheckpointError)

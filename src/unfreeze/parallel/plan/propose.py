@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from unfreeze.core.errors import DoesNotFit
-from unfreeze.core.process import COMPILED
+from unfreeze.core.process import COMPILED, COMPILED_AT_MOST
 from unfreeze.core.units import format_bytes
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.plan.terms import Plan, replanned
@@ -47,7 +47,10 @@ def refuse_if_too_large(plan: Plan, others: Sequence[Proposal] = ()) -> None:
             next=LARGER,
         )
     descriptions = ", or ".join(description for _, description in fits)
-    raise DoesNotFit(f"{arithmetic}. Fits with {descriptions}", next=fits[0][0])
+    remedy = fits[0][0]
+    if plan.hardware.limit == "ulimit":  # without room for it the compiler may wait for ever
+        remedy = f"raise ulimit -v: compiling takes up to {COMPILED_AT_MOST} beside the peak; then {remedy}"
+    raise DoesNotFit(f"{arithmetic}. Fits with {descriptions}", next=remedy)
 
 
 def what_fits(plan: Plan) -> list[Proposal]:
