@@ -27,7 +27,7 @@ def alike(data: Data, dataset: Dataset) -> str:
         return ""
     places: list[Place] = list(zip(held.sources_N.tolist(), held.rows_N.tolist(), strict=True))
     trained, texts = set[bytes](), dict[Place, bytes]()
-    apart = set() if data.validation else set(places)
+    apart = set[Place]() if data.validation else set(places)
     for place, text in _texts(data.files, data):
         if place in apart:
             texts[place] = text

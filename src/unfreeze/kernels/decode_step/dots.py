@@ -14,6 +14,7 @@ A chunk is 32 elements; codes.py reads it. Sums are float32 in a fixed order: bi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -48,7 +49,8 @@ from unfreeze.kernels.loops.bf16_tile import (
 )
 from unfreeze.kernels.loops.llvm import Value, instruction_of_kind
 
-FLOAT32, BF16 = np.int64(0), np.int64(1)
+FLOAT32: Any = np.int64(0)
+BF16: Any = np.int64(1)
 """Kinds of dense numbers in caches and factors. As int64: numba compiles a loop anew for each literal int."""
 AHEAD = 2048  # bytes: four rows of 1,024 weights of 4 bits
 CHAINS = 8  # sums that do not wait for each other: a product takes 4 to 6 cycles, one starts in each
