@@ -73,6 +73,14 @@ def test_it_runs_beside_the_body_and_ends_with_it(tmp_path, monkeypatch, several
     assert process.returncode < 0  # by a signal, not when it was done
 
 
+def test_where_no_second_process_can_start_the_body_runs_alone(tmp_path, monkeypatch, several_cores):
+    monkeypatch.setattr(ahead, "stamp", lambda dtype: tmp_path / dtype)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
+    with ahead.compiling("cpu", 2, "float32") as process:
+        assert process is None
+    assert not ahead._RUNNING
+
+
 @pytest.mark.parametrize(
     "device, threads, set_for_all, stamped, rank",
     [

@@ -45,11 +45,18 @@ def compiling(device: str, threads: int, dtype: str) -> Iterator[subprocess.Pope
 
 
 @contextmanager
-def beside(module: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """While the body runs, so does `python -m module …` in a second process. It stops with the body."""
+def beside(module: str, *arguments: str) -> Iterator[subprocess.Popen[bytes] | None]:
+    """While the body runs, so does `python -m module …` in a second process. It stops with the body.
+
+    None where no process can be started (a limit, an embedded Python): it is help, and nothing needs it.
+    """
     nowhere = subprocess.DEVNULL
     command = [sys.executable, "-m", module, *arguments]
-    process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+    try:
+        process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+    except OSError:
+        yield None
+        return
     _RUNNING.append(process)
     try:
         yield process

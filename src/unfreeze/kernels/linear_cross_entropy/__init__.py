@@ -144,8 +144,9 @@ def _dense(head: nn.Module) -> DenseHead | None:
 
 
 def _multiplies(weight_VD: Tensor, hidden_ND: Tensor) -> bool:
-    """True if the blocks multiply that weight: it has the dtype of the hidden states, or is frozen."""
-    return weight_VD.dtype == hidden_ND.dtype or not weight_VD.requires_grad
+    """True if the blocks multiply that weight: of the hidden states' dtype, or frozen in a narrower one."""
+    narrower = weight_VD.dtype.itemsize < hidden_ND.dtype.itemsize and not weight_VD.requires_grad
+    return narrower or weight_VD.dtype == hidden_ND.dtype
 
 
 def _hooked(head: nn.Module) -> bool:
