@@ -1,6 +1,7 @@
 """A step's loops are compiled from both ends: which process takes which, and what the second one leaves."""
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from unfreeze.kernels.decode_step import compile as compiling
-from unfreeze.kernels.decode_step import ops
+from unfreeze.kernels.decode_step import ops, pointer
 
 
 class Loop:
@@ -66,3 +67,14 @@ def test_it_leaves_the_named_loop_in_the_cache(tmp_path):
         "ops.norm.address(False)\nassert ops.norm.compiled"
     )
     subprocess.run([sys.executable, "-c", look], env=environment, check=True)
+
+
+def test_ctrl_c_waits_for_the_compiler():
+    """Control arm: without a signal nothing is raised, and the handler is the one of before."""
+    former, done = signal.getsignal(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt), pointer._unbroken():
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append("compiled")
+    with pointer._unbroken():
+        pass
+    assert done == ["compiled"] and signal.getsignal(signal.SIGINT) is former

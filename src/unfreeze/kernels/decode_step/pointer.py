@@ -7,6 +7,11 @@ they are used, kept on disk like all loops, and called through a pointer.
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from numba.core import types
@@ -17,6 +22,23 @@ from unfreeze.kernels.loops.numba_options import LINKED, Loop, serial
 
 LIKE = {True: types.uint16, False: types.float32}
 """Type of the argument `like`: bf16 pairs or float32 (dots.py)."""
+
+
+@contextmanager
+def _unbroken() -> Iterator[None]:
+    """Ctrl-C waits for the body, some seconds: a callback of LLVM would lose it and leave half a loop."""
+    former = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or former is None:
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+    if came and callable(former):
+        former(*came[0])
 
 
 class Callee:
@@ -31,7 +53,8 @@ class Callee:
         """Compile it for one arithmetic, or read it from the cache; return its address in this process."""
         if pairs not in self._addresses:
             signature = (LIKE[pairs], *[types.int64] * self.arguments)
-            self.loop.compile(signature)
+            with _unbroken():
+                self.loop.compile(signature)
             compiled = self.loop.overloads[signature]
             name = compiled.fndesc.llvm_func_name
             self._addresses[pairs] = compiled.library.get_pointer_to_function(name)
