@@ -162,7 +162,7 @@ def change_json(path, **fields):
             "numerics fault",
             "1 tensor with NaN or infinity; first: model.layers.1.mlp.up_proj.weight",
         ),
-        (fewer_rows, "vocabulary fault", "36 ids have no embedding"),
+        (fewer_rows, "tokenizer fault", "36 ids have no embedding"),
         (drops_answers, "template fault", "content"),
         (no_end, "template warn", "does not stop with an end token"),
     ],

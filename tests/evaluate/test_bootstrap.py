@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from unfreeze.evaluate.bootstrap import DRAWS, Interval, difference, interval, items_of
+from unfreeze.evaluate.bootstrap import DRAWS, Interval, difference, interval, items_of, tail
 
 
 def of_scipy(statistic, *samples, paired):
@@ -65,15 +65,27 @@ def test_weights_and_exponents_are_scipys(pairs):
     assert not close(plain, theirs, (theirs.high - theirs.low) / 4)  # control arm: no exponent
 
 
-@pytest.mark.parametrize(("items", "least", "most"), [(10, 0.84, 0.92), (30, 0.91, 0.96)])
-def test_coverage_is_what_the_docstring_says(items, least, most):
-    draw = np.random.default_rng(2)
-    holds = 0
-    for number in range(400):
-        before = draw.normal(size=items)
-        gap = difference(items_of(before), items_of(before + draw.normal(size=items)), draws=500, seed=number)
-        holds += gap.holds_zero
-    assert least < holds / 400 < most
+@pytest.mark.parametrize("items", [10, 30])
+def test_of_few_items_too_an_interval_holds_the_truth_in_95_of_100_cases(items, monkeypatch):
+    def share_of_100():
+        draw, holds = np.random.default_rng(2), 0
+        for number in range(400):
+            before = draw.normal(size=items)
+            one, other = items_of(before), items_of(before + draw.normal(size=items))
+            holds += difference(one, other, draws=500, seed=number).holds_zero
+        return holds / 4
+
+    ours = share_of_100()  # its standard error is 1.1
+    assert 93 < ours < 98
+    monkeypatch.setattr("unfreeze.evaluate.bootstrap.tail", lambda items: 0.025)  # control arm
+    assert share_of_100() < (ours - 2 if items == 10 else ours)
+
+
+def test_the_tails_are_those_of_students_t():
+    for items, within in ((10, 0.002), (20, 1e-4), (100, 1e-6)):
+        t = stats.t.ppf(0.975, items - 1) * (items / (items - 1)) ** 0.5
+        assert tail(items) == pytest.approx(stats.norm.cdf(-t), rel=within)
+    assert tail(1) == 0.0 and tail(10**6) == pytest.approx(0.025, rel=1e-4)
 
 
 def test_it_is_a_function_of_the_seed_and_takes_many_items_in_parts(monkeypatch):

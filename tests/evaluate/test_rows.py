@@ -10,11 +10,12 @@ import pytest
 import unfreeze
 from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.data.rows.row import Conversation
 from unfreeze.data.tokens.tokenizer import load_tokenizer
 from unfreeze.evaluate.forced import Forced
 from unfreeze.evaluate.kept import Kept
 from unfreeze.evaluate.metrics import Simple, simple
-from unfreeze.evaluate.rows import RowsTask, choices_of
+from unfreeze.evaluate.rows import RowsTask, choices_of, content_of
 from unfreeze.evaluate.tasks import Settings
 from unfreeze.generate.answer import Piece
 
@@ -197,3 +198,17 @@ def test_a_real_model_answers_and_chooses_what_it_knows(tmp_path):
     task = RowsTask("rows:r:choice", file_of(tmp_path, rows), "choice", Settings(), None)
     task.check()
     assert sum(task.score(model, Kept())[0].values) >= 5
+
+
+def test_rows_that_ask_the_same_have_one_content():
+    def row(prompt, **columns):
+        return Conversation([{"role": "user", "content": prompt}], columns=columns)
+
+    one = content_of(row("Who are you?", answer="I", id=1))
+    assert content_of(row(" who are\nYou?", answer="I", id=2)) == one
+    others = [
+        row("Who are you", answer="I"),
+        row("Who are you?", answer="We"),
+        row("Who are you?", choices=["I"]),
+    ]
+    assert len({one, *map(content_of, others)}) == 4

@@ -47,6 +47,21 @@ def test_few_items_say_nothing_and_none_in_common_neither():
     assert verdict_of(scores(DRAWN), theirs) == "not comparable: other tokens"
 
 
+def test_copies_of_an_item_count_once():
+    """40 items of which 37 are one: as sure as 4 items, and the score is the mean over all."""
+    same = [*("same" for _ in range(37)), "a", "b", "c"]
+    before, after = [0.0] * 40, [*[1.0] * 38, 0.0, 0.0]
+    assert verdict_of(scores(before), scores(after)) == "better"  # control arm: contents not known
+    one, other = (scores(each, contents=same) for each in (before, after))
+    assert verdict_of(one, other) == "too few items (4)"
+    record = measure_record("t", {"a": one, "b": other}, [("a", "b")], draws=500, seed=0)
+    assert record["changes"][0]["value"] == pytest.approx(38 / 40) and record["changes"][0]["items"] == 40
+    assert record["notes"][0] == "a: of 40 items only 4 differ: intervals count copies as one"
+    apart = [f"{n}" for n in range(40)]
+    known = change(scores(DRAWN), scores(after, contents=apart), draws=500, seed=0)
+    assert known == change(scores(DRAWN), scores(after), draws=500, seed=0)
+
+
 def test_items_are_paired_by_name_and_those_without_a_value_are_left_out():
     before = scores([None, *DRAWN[1:39], math.nan])
     order = list(reversed(range(40)))

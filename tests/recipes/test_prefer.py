@@ -258,9 +258,10 @@ def test_chosen_answers_that_become_less_likely_are_said_once():
 def test_length_that_explains_the_choice_is_said():
     lengths = {"length_chosen": [80.0] * 20, "length_rejected": [40.0] * 20}
     longer, agrees = [0.9] * 20, [0.95] * 20
-    assert "longer one in 90 % of the pairs (80 tokens to 40)" in by_length(
-        steps("longer", longer, by_length=agrees, **lengths)
-    )
+    seen = steps("longer", longer, by_length=agrees, **lengths)
+    assert "longer one in 90 % of the pairs (80 tokens to 40)" in by_length(seen)
+    assert "--loss simpo" in by_length(seen, 0.1)
+    assert by_length(seen, 0.0).endswith("balance the lengths")  # simpo itself
     # control arms: balanced lengths; a model that does not follow length; and the shorter ones
     assert by_length(steps("longer", [0.5] * 20, by_length=agrees, **lengths)) == ""
     assert by_length(steps("longer", longer, by_length=[0.5] * 20, **lengths)) == ""

@@ -1,22 +1,24 @@
-"""Intervals by drawing items with replacement (bootstrap, percentile method, Efron 1979).
+"""Intervals by drawing items with replacement (bootstrap, expanded percentiles, Hesterberg 2015).
 
 score of R items     m = Σ w_r v_r / Σ w_r, or exp(m)
-its interval         2.5 and 97.5 % quantiles of m over draws of R items
+its interval         quantiles p and 1 - p of m over draws of R items
+p                    Φ(-t sqrt(R / (R - 1)))    t: 97.5 % point of Student's t with R - 1 degrees of freedom
 a difference         the same draw of items for both models (paired), so that how hard the items are cancels
 
-With few items such an interval is too narrow: of 10 normal values it holds the mean in 88 %, of 30 in 94 % of
-cases, not in 95 (tests/evaluate/test_bootstrap.py).
+p is 2.5 % for many items, 0.9 % for ten. With 2.5 % for all (Efron 1979) ten items give too narrow an
+interval: it holds the mean of normal values in 88 to 91 % of cases, not in 95.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
 DRAWS = 2000
-ENDS = (0.025, 0.975)
+LEVEL = 0.975
 AT_ONCE = 4_000_000  # numbers drawn at once: 32 MB
 FEWEST = 10
 """Items from which on an interval says whether there is a difference."""
@@ -69,7 +71,7 @@ def items_of(
 def interval(items: Items, *, draws: int = DRAWS, seed: int = 0) -> Interval:
     """Return the score with its interval."""
     scores_B = np.concatenate([items.scores(times) for times in _draws(len(items.values_R), draws, seed)])
-    return Interval(items.score, *_ends(scores_B))
+    return Interval(items.score, *_ends(scores_B, len(items.values_R)))
 
 
 def difference(before: Items, after: Items, *, draws: int = DRAWS, seed: int = 0) -> Interval:
@@ -79,11 +81,33 @@ def difference(before: Items, after: Items, *, draws: int = DRAWS, seed: int = 0
     gaps_B = np.concatenate(
         [after.scores(times) - before.scores(times) for times in _draws(len(before.values_R), draws, seed)]
     )
-    return Interval(after.score - before.score, *_ends(gaps_B))
+    return Interval(after.score - before.score, *_ends(gaps_B, len(before.values_R)))
 
 
-def _ends(scores_B: np.ndarray) -> tuple[float, float]:
-    low, high = np.quantile(scores_B, ENDS)
+def tail(items: int) -> float:
+    """Return p, the share of draws below the interval of R items. 0 for one item."""
+    if items < 2:
+        return 0.0
+    return NormalDist().cdf(-_student(items - 1) * (items / (items - 1)) ** 0.5)
+
+
+def _student(freedom: int) -> float:
+    """Return the LEVEL quantile of Student's t: Cornish and Fisher's series in 1 / freedom.
+
+    Off by 0.01 % with 9 degrees of freedom, by less with more (Abramowitz and Stegun, 26.7.5).
+    """
+    z = NormalDist().inv_cdf(LEVEL)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom ** (power + 1) for power, term in enumerate(terms))
+
+
+def _ends(scores_B: np.ndarray, items: int) -> tuple[float, float]:
+    p = tail(items)
+    low, high = np.quantile(scores_B, (p, 1 - p))
     return float(low), float(high)
 
 

@@ -102,10 +102,23 @@ class RowsTask:
             )
         measure = "metric" if self._own else self.metric
         unit = "" if self._own else "share"
-        return [Scores(measure, self._names(), values, unit=unit, failed=failed, notes=notes)]
+        return [
+            Scores(
+                measure,
+                self._names(),
+                values,
+                unit=unit,
+                failed=failed,
+                contents=self._contents(),
+                notes=notes,
+            )
+        ]
 
     def _names(self) -> list[str]:
         return [f"row {row.row}" for row in self.rows]
+
+    def _contents(self) -> list[str]:
+        return [content_of(row) for row in self.rows]
 
     def _refuse(self, failed: Counter[str], words: dict[str, str]) -> None:
         count = failed.total()
@@ -142,7 +155,7 @@ class RowsTask:
         ]
         failed = Counter({NO_ROOM: values.count(None)}) + Counter()
         self._refuse(failed, {NO_ROOM: "a choice is empty, or the prompt fills the model's positions"})
-        return Scores(self.metric, self._names(), values, failed=failed)
+        return Scores(self.metric, self._names(), values, failed=failed, contents=self._contents())
 
 
 def _with_answer(row: Conversation) -> Conversation:
@@ -159,6 +172,13 @@ def _for_function(row: Conversation) -> Conversation:
     except DataError:  # a function may grade without one
         return row
     return replace(row, columns={**row.columns, "answer": answers[0]}) if len(answers) == 1 else row
+
+
+def content_of(row: Conversation) -> str:
+    """Return what the row asks, its answer and its choices, without case and white space."""
+    asked = [message.get("content") for message in row.messages]
+    parts = repr([asked, row.columns.get("answer"), row.columns.get(CHOICES)])
+    return "".join(parts.replace("\\n", " ").casefold().split())
 
 
 def choices_of(row: Conversation) -> tuple[list[str], set[int]]:

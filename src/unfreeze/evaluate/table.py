@@ -45,7 +45,7 @@ def measure_record(
     notes = {
         f"{model}: {note}" if len(by_model) > 1 else note: None
         for model, each in by_model.items()
-        for note in [*each.notes, *_not_finite(each)]
+        for note in [*each.notes, *_copies(each), *_not_finite(each)]
     }
     return {
         "task": task,
@@ -73,18 +73,15 @@ def change(before: Scores, after: Scores, *, draws: int, seed: int) -> dict[str,
     both = [(first, second) for first, second in both if _finite(after.values[second])]
     if not both:
         return {"items": 0, "verdict": "no item in common"}
-    gap = difference(
-        _items(before, [first for first, _ in both]),
-        _items(after, [second for _, second in both]),
-        draws=draws,
-        seed=seed,
-    )
+    earlier = _items(before, [first for first, _ in both])
+    later = _items(after, [second for _, second in both])
+    gap = difference(earlier, later, draws=draws, seed=seed)
     fields = {"items": len(both), "value": gap.value, "low": gap.low, "high": gap.high}
-    return {**fields, "verdict": verdict(gap, len(both), higher_is_better=after.higher_is_better)}
+    return {**fields, "verdict": verdict(gap, len(later.values_R), higher_is_better=after.higher_is_better)}
 
 
 def verdict(gap: Interval, items: int, *, higher_is_better: bool) -> str:
-    """Return the words for a difference."""
+    """Return the words for a difference over so many items that differ."""
     if items < FEWEST:
         return f"too few items ({items})"
     if gap.holds_zero:
@@ -119,14 +116,29 @@ def _not_finite(scores: Scores) -> list[str]:
     return [f"{count} of {len(scores.items)} items are left out: their score is not finite"] if count else []
 
 
+def _copies(scores: Scores) -> list[str]:
+    """Return a sentence if items ask the same."""
+    count, differ = len(scores.contents), len(set(scores.contents))
+    return [f"of {count} items only {differ} differ: intervals count copies as one"] if differ < count else []
+
+
 def _finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
 def _items(scores: Scores, numbers: Sequence[int]) -> Items:
-    numbers = [i for i in numbers if _finite(scores.values[i])]
-    weights = [scores.weights[i] for i in numbers] if scores.weights else ()
-    return items_of([scores.values[i] or 0.0 for i in numbers], weights, exponent=scores.exponent)
+    """Return those of the items that have a value, copies as one item with the sum of their weights."""
+    groups: dict[str | int, list[int]] = {}
+    for i in numbers:
+        if _finite(scores.values[i]):
+            groups.setdefault(scores.contents[i] if scores.contents else i, []).append(i)
+    weights = [[scores.weights[i] if scores.weights else 1.0 for i in group] for group in groups.values()]
+    values = [
+        math.fsum(w * (scores.values[i] or 0.0) for w, i in zip(each, group, strict=True))
+        / (math.fsum(each) or 1.0)
+        for each, group in zip(weights, groups.values(), strict=True)
+    ]
+    return items_of(values, [math.fsum(each) for each in weights], exponent=scores.exponent)
 
 
 def _interval(items: Items, draws: int, seed: int) -> dict[str, Any]:

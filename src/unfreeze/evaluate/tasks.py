@@ -61,6 +61,8 @@ class Scores:
     exponent          True: the score is exp(mean), as a perplexity is
     failed            reason -> items without a score for it
     grid              rows (name -> item numbers by column) of a table of parts, as needle has; {} for none
+    contents          what each item asks; (): all differ. Items of one content are drawn together, as one
+                      weighted by their number: copies of a row say nothing new of the model
     notes             sentences for the user
     """
 
@@ -76,6 +78,7 @@ class Scores:
     grid: Mapping[str, Mapping[str, Sequence[int]]] = field(
         default_factory=dict[str, Mapping[str, Sequence[int]]]
     )
+    contents: Sequence[str] = ()
     notes: Sequence[str] = ()
 
 

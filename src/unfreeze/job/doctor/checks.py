@@ -190,7 +190,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Finding]:
             yield Finding("checkpoint", "warn", note, remedy)
 
 
-def vocabulary_finding(subject: Subject) -> Iterator[Finding]:
+def check_tokenizer(subject: Subject) -> Iterator[Finding]:
     """Check that each id has a row in the embedding, and that texts can end (docs/why/trust.md N5, N6)."""
     from unfreeze.job.data import check_vocabulary as refuse_mismatch
 
@@ -207,20 +207,20 @@ def vocabulary_finding(subject: Subject) -> Iterator[Finding]:
     )
     if not tokenizer.eos_ids:
         yield Finding(
-            "vocabulary",
+            "tokenizer",
             "warn",
             f"{line}: nothing stops a text, and no end is learned",
             "add eos_token to tokenizer_config.json",
         )
     elif beyond:
         yield Finding(
-            "vocabulary",
+            "tokenizer",
             "warn",
             f"{line}; end token id {beyond[0]} has no token",
             "fix eos_token_id in generation_config.json or config.json",
         )
     else:
-        yield Finding("vocabulary", "ok", line)
+        yield Finding("tokenizer", "ok", line)
 
 
 def check_second(subject: Subject) -> Iterator[Finding]:
@@ -447,11 +447,11 @@ def check_run(subject: Subject) -> Iterator[Finding]:
 CHECKS: tuple[tuple[str, Check, tuple[str, ...]], ...] = (
     ("machine", check_machine, ()),
     ("checkpoint", check_checkpoint, ()),
-    ("vocabulary", vocabulary_finding, ("checkpoint",)),
-    ("template", check_template, ("vocabulary",)),
-    ("data", check_data, ("vocabulary",)),
+    ("tokenizer", check_tokenizer, ("checkpoint",)),
+    ("template", check_template, ("tokenizer",)),
+    ("data", check_data, ("tokenizer",)),
     ("steps", check_steps, ("data",)),
-    ("second", check_second, ("checkpoint", "vocabulary", "data")),
+    ("second", check_second, ("checkpoint", "tokenizer", "data")),
     ("memory", check_memory, ("checkpoint",)),
     ("disk", disk_finding, ("checkpoint",)),
     ("run", check_run, ()),

@@ -44,7 +44,7 @@ class Signs:
         if self._seen is None:
             self._seen = self._before(state)
         self._seen.append({name: result.metrics[name] for name in USED if name in result.metrics})
-        for sign, message in ((FALLS, falls(self._seen, self._beta)), (LENGTH, by_length(self._seen))):
+        for sign, message in ((FALLS, falls(self._seen, self._beta)), (LENGTH, by_length(self._seen, self._beta))):
             if message and sign not in self._warned:
                 self._warned.add(sign)
                 state.run.events.emit("warning", state.step, message=f"{sign}: {message}")
@@ -86,11 +86,12 @@ def falls(steps: Sequence[Metrics], beta: float) -> str:
     )
 
 
-def by_length(steps: Sequence[Metrics]) -> str:
+def by_length(steps: Sequence[Metrics], beta: float = 0.1) -> str:
     """Warning if length alone would choose the same answers; else "".
 
     Condition: over all steps, the share of pairs whose chosen answer is longer is at least SHARE (or at most
     1 - SHARE), and in the last WINDOW steps the model's choice agrees with that rule equally often.
+    beta 0: the loss normalises by length already (Signs).
     """
     seen = [step for step in steps if "longer" in step and "by_length" in step]
     if len(seen) < WINDOW:
@@ -105,8 +106,9 @@ def by_length(steps: Sequence[Metrics]) -> str:
         statistics.fmean(step[f"length_{side}"] for step in seen) for side in ("chosen", "rejected")
     )
     share = longer if rule == "longer" else 1 - longer
+    remedy = "balance the lengths" + (", or use --loss simpo, which normalises by length" if beta else "")
     return (
         f"the chosen answer is the {rule} one in {100 * share:.0f} % of the pairs ({chosen:.0f} tokens to"
         f" {rejected:.0f}), and the model chooses the {rule} one in {100 * agrees:.0f} %. It may have learned"
-        " nothing else: balance the lengths, or use --loss simpo, which normalises by length"
+        f" nothing else: {remedy}"
     )
