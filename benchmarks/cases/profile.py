@@ -3,7 +3,7 @@
 `unfreeze dev bench profile moe|dense|decode|growth|recompute`, 1 to 4 minutes. One step of our side of that
 benchmark (decode: 32 tokens) under torch's profiler, on one core, so that times add up to the step's. Numba
 loops are listed by name. GEMMs come with their FLOP and their share of torch.mm's rate at the same shapes.
-growth: one step at each of --tokens. Written to docs/measured/profiles/<name>.md, or --out.
+growth: one step at each of --tokens.
 """
 
 from pathlib import Path
@@ -57,5 +57,5 @@ def written(config: Config, run: Run):
                 options = computed_here(), lora, kept, documents, length
                 step = trainer(str(folder), str(folder), *options).calls["step"]
             profiles[tokens] = profiled(step, mlp(model, tokens), computed_here())
-    out = Path(__file__).parents[2] / f"docs/measured/profiles/{config.job}.md"
-    return page(run, config.job, profiles, Path(config.out) if config.out else out)
+    out = config.out or Path(__file__).parents[2] / f"docs/measured/profiles/{config.job}.md"
+    return page(run, config.job, profiles, Path(out))
