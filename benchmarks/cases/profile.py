@@ -1,9 +1,8 @@
 """Profile one step op by op, beside the GEMM rate of a core.
 
 `unfreeze dev bench profile moe|dense|decode|growth|recompute`, 1 to 4 minutes. One step of our side of that
-benchmark (decode: 32 tokens) under torch's profiler, on one core, so that times add up to the step's. Numba
-loops are listed by name. GEMMs come with their FLOP and their share of torch.mm's rate at the same shapes.
-growth: one step at each of --tokens.
+benchmark (decode: 32 tokens; growth: at each of --tokens) under torch's profiler, on one core, so that times
+add up. Numba loops have their names. GEMMs come with their FLOP and share of torch.mm's rate at those shapes.
 """
 
 from pathlib import Path
