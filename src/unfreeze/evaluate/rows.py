@@ -176,8 +176,8 @@ def _for_function(row: Conversation) -> Conversation:
 
 def content_of(row: Conversation) -> str:
     """Return what the row asks, its answer and its choices, without case and white space."""
-    asked = [message.get("content") for message in row.messages]
-    parts = repr([asked, row.columns.get("answer"), row.columns.get(CHOICES)])
+    turns = [message.get("content") for message in row.messages]
+    parts = repr([turns, row.columns.get("answer"), row.columns.get(CHOICES)])
     return "".join(parts.replace("\\n", " ").casefold().split())
 
 
