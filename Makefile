@@ -10,7 +10,7 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/unfreeze demo
 
-# A process per core, one thread each: half the time of one process. Before them the CPU loops of training and of
+# A process per core and one more (conftest.py), one thread each. Before them the CPU loops of training and of
 # generation are compiled once, which each would do anew,
 # and what is imported is kept as byte code, whatever the shell says. A file goes
 # to one process, which builds once what its tests share; the longest first (tests/durations.py). A test that

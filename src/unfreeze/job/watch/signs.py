@@ -44,7 +44,8 @@ class Signs:
         if self._seen is None:
             self._seen = self._before(state)
         self._seen.append({name: result.metrics[name] for name in USED if name in result.metrics})
-        for sign, message in ((FALLS, falls(self._seen, self._beta)), (LENGTH, by_length(self._seen, self._beta))):
+        beta, seen = self._beta, self._seen
+        for sign, message in ((FALLS, falls(seen, beta)), (LENGTH, by_length(seen, beta))):
             if message and sign not in self._warned:
                 self._warned.add(sign)
                 state.run.events.emit("warning", state.step, message=f"{sign}: {message}")
