@@ -1,6 +1,7 @@
 """Held-out rows that are training rows but for case or white space: their loss shows what was memorised.
 
-Equal rows always land on the same side (data/packing/split.py). Rows that differ by a blank need not.
+Equal rows always land on the same side (data/packing/split.py). Rows that differ by a blank need not. Of a
+pair, one answer is enough: trained on beside others, its rank is memorised, and held-out pairs follow.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
+import numpy as np
+
 from unfreeze.config.tables import Data
 from unfreeze.data import Dataset, read_rows
 from unfreeze.data.clean.leaks import passage_of
 from unfreeze.data.rows.sources import files_of
-from unfreeze.report.events import LEAKED
+from unfreeze.data.store.examples import TAUGHT, Example, Examples
+from unfreeze.report.events import AT_LEAST, LEAKED
 
 COMPARED = 200_000
 """Most rows that are read once more for it: some 6 seconds for short ones."""
@@ -21,9 +25,16 @@ Place = tuple[int, int]
 
 
 def alike(data: Data, dataset: Dataset) -> str:
-    """Return the warning; "" if no row is alike, or if there are more than COMPARED rows."""
-    held = dataset.validation
-    if not held or len(dataset.examples) + len(held) > COMPARED:
+    """Return the warning; "" if no row is alike, or if there are more than COMPARED rows.
+
+    Rows read in windows are compared only if they are pairs, and only those read so far.
+    """
+    held, trained_on = dataset.validation, dataset.known()
+    if not held or len(trained_on) + len(held) > COMPARED:
+        return ""
+    if (held.chosen_N != TAUGHT).any():
+        return _by_answer(trained_on, held, AT_LEAST if dataset.stream is not None else "")
+    if dataset.stream is not None:
         return ""
     places: list[Place] = list(zip(held.sources_N.tolist(), held.rows_N.tolist(), strict=True))
     trained, texts = set[bytes](), dict[Place, bytes]()
@@ -37,6 +48,18 @@ def alike(data: Data, dataset: Dataset) -> str:
         texts = dict(_texts(data.held_out, data))
     count = sum(texts.get(place) in trained for place in places)
     return f"{count:,} of {len(places):,} (but for case or white space) {LEAKED}" if count else ""
+
+
+def _by_answer(trained_on: Examples, held: Examples, prefix: str) -> str:
+    trained = {each for example in trained_on for each in _answers(example)}
+    count = sum(any(each in trained for each in _answers(example)) for example in held)
+    return f"{prefix}{count:,} of {len(held):,} (by one of their answers) {LEAKED}" if count else ""
+
+
+def _answers(example: Example) -> Iterator[bytes]:
+    """Yield a hash of each answer with its prompt."""
+    for document in example.documents():
+        yield blake2b(np.asarray(document.tokens, dtype=np.int64).tobytes(), digest_size=16).digest()
 
 
 def _texts(names: Sequence[str], data: Data) -> Iterator[tuple[Place, bytes]]:

@@ -160,7 +160,7 @@ def encode(
     elif data.validation_fraction and stream is None:
         taught, validation = split_by_content(dataset.examples, data.validation_fraction, seed)
         dataset = replace(dataset, examples=taught, validation=validation)
-    if stream is None and run.step == 0 and (words := group.on_rank0(lambda: alike(data, dataset))):
+    if run.step == 0 and (words := group.on_rank0(lambda: alike(data, dataset))):
         warnings.append(words)
 
     def emit(stats: Stats, step: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -183,3 +184,36 @@ def test_a_validation_file_that_repeats_training_rows_is_noticed(encode):
     training, validation = split_by_content(data.examples, 0.3)
     assert not replace(data, examples=training, validation=validation).leaked().any()
     assert not len(data.leaked())
+
+
+def pairs(prompts, answers):
+    """All pairs of each prompt's answers, as tokens: two of prompt, one of answer."""
+    return [
+        Example(
+            [7, prompt, 100 * prompt + i, 7, prompt, 100 * prompt + j],
+            [0.0, 0.0, 1.0] * 2,
+            row=10 * i + j,
+            digest=(10_000 * prompt + 100 * i + j).to_bytes(16, "little"),
+            chosen=3,
+        )
+        for prompt in prompts
+        for i in range(answers)
+        for j in range(i)
+    ]
+
+
+def test_all_pairs_of_a_prompt_land_on_the_same_side():
+    examples = pairs(range(10, 110), 4)
+    training, validation = split_by_content(examples, 0.2)
+    sides = [{example.tokens[1] for example in side} for side in (training, validation)]
+    assert not sides[0] & sides[1] and 5 <= len(sides[1]) <= 40
+    assert len(training) + len(validation) == len(examples) and len(validation) == 6 * len(sides[1])
+    # control arm: what is not compared is split row by row
+    plain = [replace(example, chosen=-1) for example in examples]
+    sides = [{example.tokens[1] for example in side} for side in split_by_content(plain, 0.2)]
+    assert sides[0] & sides[1]
+
+
+def test_the_pairs_of_a_single_prompt_are_divided():
+    training, validation = split_by_content(pairs([10], 12), 0.3)
+    assert len(training) and len(validation)

@@ -2,12 +2,15 @@
 
 A row's side depends on its content and the seed, never on its position in the file. So a row stays on its
 side when others are added, removed or reordered. Equal rows always land on the same side, so none leaks.
+Of compared answers the prompt decides: all pairs of a prompt land on the same side. Pairs of
+answers that are trained on would tell how a held-out pair of the same answers is ranked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -18,7 +21,7 @@ from unfreeze.core.torch_types import from_numpy
 from unfreeze.data.packing.answers import order_of
 from unfreeze.data.packing.batches import pack
 from unfreeze.data.rows.held_out import is_held_out
-from unfreeze.data.store.examples import NO_CONTENT, Example, Examples
+from unfreeze.data.store.examples import NO_CONTENT, TAUGHT, Example, Examples
 
 
 def split_by_content(
@@ -26,7 +29,7 @@ def split_by_content(
 ) -> tuple[Examples, Examples]:
     """Return (training, validation) with about `fraction` of the documents held out.
 
-    Both are in file order. No tokens are read.
+    Both are in file order. Tokens are read only of compared answers, for their prompts.
     Raises ConfigError if one side would be empty, which can happen with few rows.
     """
     examples = Examples.of(examples)
@@ -35,13 +38,30 @@ def split_by_content(
             f"validation_fraction is {fraction}; expected a number above 0 and below 1",
             next="--validation-fraction 0.05",
         )
-    held_N = np.array(
-        [is_held_out(digest, fraction, seed) for digest in examples.digests_N.tolist()], dtype=bool
-    )
+    digests = examples.digests_N.tolist()
+    held_N = _held(_prompts(examples, digests), fraction, seed)
+    if held_N.all() or not held_N.any():  # few prompts, or one: their pairs are divided
+        held_N = _held(digests, fraction, seed)
     if held_N.all() or not held_N.any():
         side = "training" if held_N.all() else "validation"
         raise none_left(fraction, f"{len(examples)} documents", side)
     return examples.part(~held_N), examples.part(held_N)
+
+
+def _held(digests: Sequence[bytes], fraction: float, seed: int) -> np.ndarray:
+    return np.array([is_held_out(digest, fraction, seed) for digest in digests], dtype=bool)
+
+
+def _prompts(examples: Examples, digests: Sequence[bytes]) -> Sequence[bytes]:
+    """Return a hash of each document's prompt if answers are compared; its digest if not, or if none."""
+    if not (examples.chosen_N != TAUGHT).any():
+        return digests
+    prompts: list[bytes] = []
+    for example, digest in zip(examples, digests, strict=True):
+        begins = int(np.flatnonzero(np.asarray(example.weights))[0]) if any(example.weights) else 0
+        tokens_T = np.asarray(example.tokens[:begins], dtype=np.int64)
+        prompts.append(blake2b(tokens_T.tobytes(), digest_size=16).digest() if begins > 1 else digest)
+    return prompts
 
 
 def none_left(fraction: float, of: str, side: str) -> ConfigError:
