@@ -4,7 +4,6 @@ starting Python and importing torch six times took 25 s of a core. Run as a scri
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 from pathlib import Path

@@ -30,7 +30,6 @@ from unfreeze.train.schedule import Schedule
 from unfreeze.train.state import start_or_resume
 from unfreeze.train.timer import Saves
 
-
 NEW_USER, NEW_MOUNTS, PRIVATE = 0x10000000, 0x00020000, 0x4000 | 0x40000  # of linux/sched.h and linux/mount.h
 
 
