@@ -1,5 +1,5 @@
 """torchrun in a fork of what forkserver.py has imported, and its workers too, each a process and session of its own:
-starting Python and importing torch six times took 25 s of a core. Run as a script, with torchrun's words."""
+starting Python and importing torch five times takes longer than the run. Run as a script, with torchrun's words."""
 
 from __future__ import annotations
 
