@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 IMPORTED = (  # what a run of two processes imports
     "numpy",
@@ -144,7 +144,11 @@ def serve() -> None:
     target.target_context.refresh()
     gc.collect()
     gc.freeze()
-    asking, answering = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
+    answer_all(os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w"))
+
+
+def answer_all(asking: TextIO, answering: TextIO) -> None:
+    """To the end of `asking`; in a process without threads, whose forks have what it imported."""
     while line := asking.readline():
         asked = json.loads(line)
         if "poll" in asked:
@@ -162,6 +166,8 @@ def become(asked: Mapping[str, Any]) -> NoReturn:
     """The script, in this process, as `python SCRIPT` would run it."""
     code: object = 1
     try:
+        if asked.get("session"):
+            os.setsid()
         for fd, path in enumerate([os.devnull, *asked["files"]]):
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             os.dup2(file, fd)

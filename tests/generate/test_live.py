@@ -17,6 +17,7 @@ from unfreeze.generate.sampling import NotFinite, Sampling
 from unfreeze.models.blocks.cache import Cache
 
 STOP_IDS = frozenset(range(0, 89, 7))
+MANY = 20
 SLOW = functools.partial(pytest.param, marks=pytest.mark.nightly)
 HOW = (
     {},
@@ -99,12 +100,12 @@ def small(monkeypatch):
 
 @pytest.fixture(scope="module")
 def known(build):
-    """known(kind) -> an engine, and the answers that each of requests(30) gets alone."""
+    """known(kind) -> an engine, and the answers that each of requests(MANY) gets alone."""
 
     @functools.cache
     def of(kind):
         engine = Engine(build(kind, initializer_range=0.2), stop_ids=STOP_IDS)
-        return engine, [alone(engine, request) for request in requests(30)]
+        return engine, [alone(engine, request) for request in requests(MANY)]
 
     return of
 
@@ -114,10 +115,10 @@ def known(build):
 )
 def test_an_answer_is_that_of_the_engine_alone(known, small, kind, rows):
     engine, expected = known(kind)
-    difference, live = farthest(engine, list(requests(30)), expected, max_rows=rows)
+    difference, live = farthest(engine, list(requests(MANY)), expected, max_rows=rows)
     assert difference <= 1e-5
     load = live.load
-    assert load.answered == 30 and load.running == load.filling == load.waiting == 0
+    assert load.answered == MANY and load.running == load.filling == load.waiting == 0
     if kind != "longrope":
         assert load.reused > load.prompt_tokens / 4
 
@@ -197,7 +198,7 @@ def samples_all_like_the_first(patch):
 def test_control_arm(known, small, monkeypatch, fault):
     engine, expected = known("gqa")
     fault(monkeypatch)
-    assert farthest(engine, list(requests(30)), expected)[0] > 0.01
+    assert farthest(engine, list(requests(MANY)), expected)[0] > 0.01
 
 
 def test_nothing_is_shared_if_it_is_not_wanted(build, small):

@@ -22,7 +22,7 @@ from unfreeze.models import publish
 BUILT = [name for name in SIGHTED if name in models.WRAPPERS]
 PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
-STEPS = 6
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def adapters(bases, chat_rows, tmp_path_factory):
     def make(name):
         if name not in made:
             made[name] = tmp_path_factory.mktemp(f"{name}-run") / "run"
-            line = command(bases(name)[1], chat_rows, made[name], "--lora.rank", 4, "--quiet")
+            line = command(bases(name)[1], chat_rows, made[name], "--lora.rank", 4, "--steps", 6, "--quiet")
             assert cli.main([str(word) for word in line]) == 0
         return made[name]
 

@@ -47,7 +47,7 @@ from unfreeze.train.together import save_together
 FAMILIES = ("deepseek_v3", "llama")  # a mixture with a head of its own; dense, with a tied head
 HYBRID = "nemotron_h"  # a decay that stays in float32, experts of one matrix; two steps only
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-STEPS = 7
+STEPS = 5
 UP_TO_2_11 = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
 """Collectives that torch 2.12 renamed."""
 NEMOTRON = {
@@ -298,10 +298,10 @@ def work(folder: Path) -> dict[str, Any]:
         found["mean"] = step((model, optimizer), small.cut(4, True), group).grad_norm
         found["late"] = made_late(folder, group)
         (folder / f"facts-{group.rank}.json").write_text(json.dumps(found))
-        session(folder / "resumed", group, 4, torch.float32)
-        session(folder / "half", group, 4, torch.bfloat16)
-        session(folder / "int8", group, 2, torch.float32, moments="int8")
-        session(folder / "int8", group, 4, torch.float32, moments="int8")
+        session(folder / "resumed", group, 2, torch.float32)
+        session(folder / "half", group, 2, torch.bfloat16)
+        session(folder / "int8", group, 1, torch.float32, moments="int8")
+        session(folder / "int8", group, 3, torch.float32, moments="int8")
         for family in FAMILIES:
             written(folder, family, group, torch.float32)
         written(folder, "llama", group, torch.bfloat16)
@@ -309,9 +309,9 @@ def work(folder: Path) -> dict[str, Any]:
     codes = forked(2, two, 240)
     facts["2"] = [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in (0, 1)]
     session(folder / "straight", ALONE, STEPS, torch.float32)
-    session(folder / "resumed", ALONE, 6, torch.float32)
-    session(folder / "half-straight", ALONE, 6, torch.bfloat16)
-    session(folder / "half", ALONE, 6, torch.bfloat16)
+    session(folder / "resumed", ALONE, 4, torch.float32)
+    session(folder / "half-straight", ALONE, 4, torch.bfloat16)
+    session(folder / "half", ALONE, 4, torch.bfloat16)
     codes += forked(4, lambda group: session(folder / "resumed", group, STEPS, torch.float32) and None)
     for family in FAMILIES:
         written(folder, family, ALONE, torch.float32)

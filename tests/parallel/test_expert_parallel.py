@@ -141,7 +141,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """One of each kind of mixture: plain, gated shared expert, biases, scaled inputs, norms around it."""
 ROUTINGS = ("random", "skewed", "starved", "one expert", "one token", "no token")
 RECOMPUTE = ("layers", "selective", "elementwise", "nothing")
-STEPS = 10
+STEPS = 6
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -307,6 +307,9 @@ class Tapped:
         return Loss(loss.sum + sum(x.pow(2).sum() for x in found.values()) / 10, loss.count, loss.metrics)
 
 
+TAPPED = Tapped()
+
+
 def train(
     family: str,
     group: Group,
@@ -418,11 +421,11 @@ def more(group: Group, mesh: Mesh, eight: Mesh) -> dict[str, Any]:
         little = train("deepseek_v3", group, mesh, group.size, recompute=mode, room=9)
         facts[f"pieces {mode}"] = compared(little, one, mesh)
     for mode in ("layers", "nothing"):
-        one = train("deepseek_v3", ALONE, None, group.size, recompute=mode, objective=Tapped())
-        two = train("deepseek_v3", group, mesh, group.size, recompute=mode, objective=Tapped())
+        one = alone("deepseek_v3", group.size, recompute=mode, objective=TAPPED)
+        two = train("deepseek_v3", group, mesh, group.size, recompute=mode, objective=TAPPED)
         facts[f"taps {mode}"] = compared(two, one, mesh)
     for mode in ("layers", "nothing"):
-        one = train("deepseek_v3", ALONE, None, group.size, recompute=mode, made=with_routes)
+        one = alone("deepseek_v3", group.size, recompute=mode, made=with_routes)
         two = train("deepseek_v3", group, mesh, group.size, recompute=mode, made=with_routes)
         flipped = [counts[1] for counts in one[3][0][1].values()]
         facts[f"routes {mode}"] = compared(two, one, mesh) | {"flipped": min(flipped)}
@@ -446,9 +449,9 @@ def wrong(group: Group, mesh: Mesh, eight: Mesh) -> dict[str, Any]:
 
 
 @functools.cache
-def alone(family: str, parts: int, steps: int = 1, what: str = "adapters") -> Any:
+def alone(family: str, parts: int, steps: int = 1, what: str = "adapters", **options: Any) -> Any:
     """What one process makes."""
-    return train(family, ALONE, None, parts, steps=steps, what=what)
+    return train(family, ALONE, None, parts, steps=steps, what=what, **options)
 
 
 def main(folder: Path, forked: Callable[..., list[int]]) -> list[int]:
@@ -460,6 +463,9 @@ def main(folder: Path, forked: Callable[..., list[int]]) -> list[int]:
     for family in FAMILIES:
         alone(family, 2)
     alone("qwen2_moe", 2, what="all")
+    for mode in ("layers", "nothing"):
+        alone("deepseek_v3", 2, recompute=mode, objective=TAPPED)
+        alone("deepseek_v3", 2, recompute=mode, made=with_routes)
     return [
         code for processes in (2, 4) for code in forked(processes, lambda group: each(folder, group), 300)
     ]
@@ -478,7 +484,7 @@ def each(folder: Path, group: Group) -> None:
         facts[f"op {name} bf16"] = op(mesh, "random", torch.bfloat16)
         facts[f"op {name} shifted"] = op(mesh, "random", torch.float32, shift=1)
 
-        # ten steps of a model against one process
+        # some steps of a model against one process
         one = alone("deepseek_v3", group.size, STEPS)
         calls: list[str] = []
         with counted(calls):
@@ -536,8 +542,8 @@ def close(found: dict[str, Any], limit: float = 1e-5) -> bool:
 
 
 @pytest.mark.parametrize(("processes", "mesh"), MESHES)
-def test_ten_steps_are_those_of_one_process(facts, processes, mesh):
-    """Losses within 1e-5. Ten updates amplify the rounding of tiny gradients: one process that takes its four
+def test_six_steps_are_those_of_one_process(facts, processes, mesh):
+    """Losses within 1e-5. Updates amplify the rounding of tiny gradients: one process that takes its four
     micro-batches the other way round has gradients 2.7e-5 apart at the tenth step. Norms: 1.1e-4 with AVX2."""
     for fact in facts[processes]:
         found = fact[f"train {mesh}"]

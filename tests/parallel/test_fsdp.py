@@ -78,7 +78,7 @@ def test_losses_and_norms_are_one_processs(runs, family: str):
     facts = runs[1]
     expected, (two, other) = facts["1"][0][f"{family} float32"], (f[f"{family} float32"] for f in facts["2"])
     assert two["losses"] == other["losses"] and two["norms"] == other["norms"]
-    assert furthest(expected["losses"], two["losses"]) <= 1e-5 and len(two["losses"]) == 7
+    assert furthest(expected["losses"], two["losses"]) <= 1e-5 and len(two["losses"]) == 5
     assert furthest(expected["norms"], two["norms"]) <= 1e-5
     assert two["loads"] == expected["loads"]
 
@@ -157,15 +157,15 @@ def losses(run: Path) -> list[float]:
 def test_saved_by_2_gone_on_with_by_1_and_by_4_gives_the_unbroken_runs_losses(runs):
     folder, _ = runs
     straight, broken = losses(folder / "straight"), losses(folder / "resumed")
-    assert len(straight) == 7 and furthest(straight, broken) <= 1e-5
-    names = sorted(path.name for path in (folder / "resumed/state/step-000007").iterdir())
+    assert len(straight) == 5 and furthest(straight, broken) <= 1e-5
+    names = sorted(path.name for path in (folder / "resumed/state/step-000005").iterdir())
     assert names == ["state.json", *(f"tensors-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4))]
     # in bfloat16 the save of masters alone becomes weights and masters again
     assert furthest(losses(folder / "half-straight"), losses(folder / "half")) <= 1e-5
-    assert len(losses(folder / "half")) == 6
+    assert len(losses(folder / "half")) == 4
     # 8-bit moments go on in as many processes
     assert losses(folder / "int8") == sorted(losses(folder / "int8"), reverse=True)
-    assert len(losses(folder / "int8")) == 4
+    assert len(losses(folder / "int8")) == 3
 
 
 @pytest.mark.parametrize("written", ["deepseek_v3-torch.float32", "llama-torch.float32"])

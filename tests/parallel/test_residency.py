@@ -106,7 +106,7 @@ def family(request, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_resident_models_numbers_to_the_bit(dtype: torch.dtype, recompute: str) -> None:
     """Two steps of several documents in chunks, idle buffers full of NaN."""
-    given = batch(512, 16, 256) if dtype == torch.float32 else batch(32, 4, 256)  # bf16 is slow on some CPUs
+    given = batch(64, 4, 256) if dtype == torch.float32 else batch(12, 3, 256)  # bf16 is slow on some CPUs
     wanted = step(opened(TINY_K2, dtype, "device"), recompute, given)
     assert len(wanted) > 70
     for experts in ("disk", "host"):
@@ -123,7 +123,7 @@ ASKED = [Tap(1, "q"), Tap(1, "input"), Tap(3, "v"), Tap(3, "k_plain")]
 @pytest.mark.parametrize("alone", [False, True])
 def test_what_an_objective_reads_inside_layers_changes_nothing_about_it(recompute: str, alone: bool) -> None:
     """The same bits; alone: backward begins in the middle of the model, with layers that were not asked for since."""
-    given = batch(256, 8, 256)
+    given = batch(64, 4, 256)
     wanted = step(opened(TINY_K2, torch.float32, "device"), recompute, given, ASKED, alone=alone)
     for experts in ("disk", "host"):
         model = opened(TINY_K2, torch.float32, experts)
@@ -135,7 +135,7 @@ def test_what_an_objective_reads_inside_layers_changes_nothing_about_it(recomput
 @pytest.mark.parametrize("recompute", ["layers", "nothing"])
 def test_dense_experts_biases_and_layers_without_experts(family: Path, recompute: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        given = batch(96 if dtype == torch.float32 else 32, 4, 97)
+        given = batch(48, 4, 97) if dtype == torch.float32 else batch(12, 3, 97)
         wanted = step(opened(family, dtype, "device"), recompute, given)
         for experts in ("disk", "host"):
             model = opened(family, dtype, experts)
@@ -263,16 +263,16 @@ def test_memory_files_and_threads_are_flat() -> None:
     def now() -> tuple[int, int, int]:
         return process.memory_info().rss, process.num_fds(), threading.active_count()
 
-    for _ in range(10):
+    for _ in range(4):
         step(model, "layers", given)
     gc.collect()
     memory, files, threads = now()
-    for _ in range(25):
+    for _ in range(12):
         step(model, "layers", given)
     gc.collect()
     after = now()
     assert after[1] <= files and after[2] <= threads  # fewer: those of another test ended
-    assert after[0] - memory < 2 * 2**20  # one layer's experts are 221 KB, those of 25 steps 11 MB
+    assert after[0] - memory < 2 * 2**20  # one layer's experts are 221 KB, those of 12 steps 5 MB
 
 
 def test_files_close_and_threads_end_with_the_model(family: Path) -> None:

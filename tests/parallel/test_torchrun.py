@@ -1,6 +1,6 @@
 """torchrun -m unfreeze sft: one run folder, one voice, one download, one encoding, the losses of one process;
-and what is left where a process is killed. Process-heavy: one torchrun of two processes, one run here, and nightly
-two more and one of four processes on two nodes."""
+and what is left where a process is killed. Process-heavy: one torchrun of two processes, whose Python is forked
+(elastic.py), one run here, and nightly two more and one of four processes on two nodes, as a user starts them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from unfreeze.report.run import facts, read_run
 ROWS = [
     {"question": f"What is {n} and {n}?", "answer": f"{2 * n}, it is. Hmm." * (1 + n % 3)} for n in range(800)
 ]
-TOGETHER = Path(__file__).with_name("together.py")
+TOGETHER, ELASTIC = (Path(__file__).with_name(name) for name in ("together.py", "elastic.py"))
 LIMIT = 280.0  # seconds; alone on two cores a torchrun here takes 12
 
 
@@ -63,19 +64,23 @@ def free_port() -> str:
 
 def torchrun(folder: Path, line: list[str], *options: str, **environment: str) -> subprocess.Popen[str]:
     """Two processes in a group of their own; what they keep of rows lies in `folder`."""
-    options = (
-        options
-        if "--nnodes" in options
-        else ("--nproc-per-node", "2", "--master-port", free_port(), *options)
-    )
+    options = options if "--nnodes" in options else (*two_processes(), *options)
     start = "-m torch.distributed.run".split()
     return subprocess.Popen(
         [sys.executable, *start, *options, str(TOGETHER), *line],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"), **environment},
+        env=kept_in(folder, **environment),
     )
+
+
+def two_processes() -> tuple[str, ...]:
+    return "--nproc-per-node", "2", "--master-port", free_port()
+
+
+def kept_in(folder: Path, **environment: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"), **environment}
 
 
 def ended(process: subprocess.Popen[str], limit: float = LIMIT) -> tuple[int, str, str]:
@@ -98,15 +103,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Path, str, str]:
+def killed(tmp_path_factory: pytest.TempPathFactory, data: Path, forkserver: Any) -> tuple[Path, str, str]:
     """(folder, stdout, stderr) of a run of two processes in folder/run whose first, which writes, is killed in step
     4, behind the save of step 2; torchrun starts both again."""
     folder = tmp_path_factory.mktemp("killed")
     line = command(data, folder / "run")
-    process = torchrun(folder, line, "--max-restarts", "1", KILLED="0:4", WINDOWS="1")
-    code, said, error = ended(process)
-    assert code == 0, error
-    return folder, said, error
+    words = [ELASTIC, *two_processes(), "--max-restarts", "1", TOGETHER, *line]
+    done = forkserver.run(words, env=kept_in(folder, KILLED="0:4", WINDOWS="1"), timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout, done.stderr
 
 
 @pytest.fixture(scope="module")

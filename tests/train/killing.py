@@ -133,9 +133,6 @@ def every_moment_of_a_save(folder: Path, bug: str) -> dict[str, Any]:
     from unfreeze.train.schedule import Schedule
     from unfreeze.train.timer import Saves
 
-    whole = module._write
-    plant(module, bug)
-
     def run_in(path: Path, watch: Callable[[Any], None] = lambda state: None) -> int:
         with Run(path, {}) as run:
             (path / "left").write_text(str(run.step))
@@ -166,6 +163,9 @@ def every_moment_of_a_save(folder: Path, bug: str) -> dict[str, Any]:
         FileOperations(path / "state", before)
         return run_in(path, armed.append)
 
+    run_in(folder / "warm")  # compiled kernels, once for all children
+    whole = module._write
+    plant(module, bug)
     assert forked(lambda: killed_at(folder / "0", 0)) == 0
     operations = (folder / "0" / "operations").read_text().split()
     padded = ["", *operations, ""]

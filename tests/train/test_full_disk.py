@@ -48,7 +48,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> dict[str, Any]:
+def full(tmp_path_factory: pytest.TempPathFactory, rows: Path, forkserver: Any) -> dict[str, Any]:
     """What full_disk.py found on real small file systems."""
     inside = ["unshare", "--user", "--map-root-user", "--mount"]
     if (
@@ -64,15 +64,9 @@ def full(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> dict[str, Any]
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "OMP_NUM_THREADS": "1",
     }
-    script = [
-        sys.executable,
-        str(Path(__file__).with_name("full_disk.py")),
-        str(tmp_path_factory.mktemp("full")),
-    ]
+    script = [Path(__file__).with_name("full_disk.py"), tmp_path_factory.mktemp("full")]
     command = ["sft", "--model", str(TINY_K2), "--data", str(rows), *SMALL, "--save.keep", "9"]
-    process = subprocess.run(
-        [*inside, *script, *command], env=environment, capture_output=True, text=True, check=False
-    )
+    process = forkserver.run([*script, *command], env=environment)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 

@@ -42,7 +42,7 @@ def events(run: Path, kind: str = "train") -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps"), [(6, 24), pytest.param(20, 80, marks=pytest.mark.nightly)], ids=["few", "many"]
+    ("kills", "steps"), [(6, 16), pytest.param(20, 80, marks=pytest.mark.nightly)], ids=["few", "many"]
 )
 def test_unfreeze_sft_killed_often_gives_the_losses_of_the_uninterrupted_run(
     kills: int, steps: int, tmp_path: Path, forkserver: Any

@@ -38,7 +38,7 @@ KIMI = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "q_lora_rank": 32,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from unfreeze.kernels import adamw
+from unfreeze.kernels import adamw, linear_cross_entropy
 from unfreeze.kernels.choice import ops
 from unfreeze.kernels.choice.op import Case, Op
 from unfreeze.kernels.expert_mlp import cases as experts
@@ -69,18 +69,21 @@ def to_compare(name: str) -> Op:
     if name == "expert_mlp":
         return replace(op, cases=tuple(narrow_experts()))
     if name == "adamw":
-        few = [adamw._case([(8, 1024)] * 8, False), adamw._case([(896, 896)] * 2, True)]
+        few = [adamw._case([(8, 1024)] * 8, False), adamw._case([(128, 160)] * 2, True)]
         return replace(op, cases=(few[0], op.cases[1], few[1], op.cases[3]))
+    if name == "linear_cross_entropy":  # more words than Triton's kernel has in a block
+        few = [linear_cross_entropy._case(24, 32, 5000, trained) for trained in (False, True)]
+        return replace(op, cases=(*few, *op.cases[2:]))
     return replace(op, cases=tuple(cut(case, two_documents) for case in op.cases))
 
 
-COMPARED_SMALL = ("adamw", "attention", "expert_mlp")
+COMPARED_SMALL = ("adamw", "attention", "expert_mlp", "linear_cross_entropy")
 
 
 def narrow_experts() -> Iterator[Case]:
     """As expert_mlp.cases.measured, with a sixteenth of the weights."""
     for kind, suffix in experts.SUFFIX.items():
-        for name, rows in (("under 64", 16), ("64 on", 128)):
+        for name, rows in (("under 64", 16), ("64 on", 64)):
             tokens = rows * 8 // experts.PER_TOKEN
             problem = experts.Problem(tokens, 8, 128, 64, 8, used=8, kind=kind)
             yield Case(name + suffix, problem.arguments)

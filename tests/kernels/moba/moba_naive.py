@@ -43,7 +43,7 @@ def attention(q, k, v, lengths, block, scale, seen):
                     for j in seen[start + t, h]
                     for s in range(j * block, min((j + 1) * block, t + 1))
                 ]
-                share = torch.stack([q[start + t, h] @ k[s, g] * scale for s in places]).softmax(0)
-                row.append(sum(p * v[s, g] for p, s in zip(share, places, strict=True)))
+                share = (k[places, g] @ q[start + t, h] * scale).softmax(0)
+                row.append(share @ v[places, g])
             out.append(torch.stack(row))
     return torch.stack(out)

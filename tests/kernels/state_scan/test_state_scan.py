@@ -67,8 +67,15 @@ def test_control_a_state_that_goes_into_the_next_document_is_seen():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("sizes", [(16, 16, 16), (5, 7, 40), (64, 100, 33)])
-@pytest.mark.parametrize("delta, channel", [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    "delta, channel, sizes",
+    [
+        (*kind, sizes)
+        for kind in ((True, False), (True, True), (False, False))
+        for sizes in ((16, 16, 16), (5, 7, 40), (20, 70, 17))  # the last: two halves of keys
+    ]
+    + [(True, True, (64, 100, 33))],
+)
 def test_triton_equals_the_reference(delta, channel, sizes):
     from unfreeze.kernels.state_scan import triton_cuda
 

@@ -71,7 +71,7 @@ def runs_here(op: Op, name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("impl", ["reference", *OP.candidates])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(7, 64), (3, 5, 37), (6, 1025), (1, 1), (0, 8)])
+@pytest.mark.parametrize("shape", [(7, 64), (3, 5, 37), (2, 1025), (1, 1), (0, 8)])
 @pytest.mark.parametrize("form", FORMS)
 def test_equals_float64_forward_and_backward(form, shape, dtype, impl):
     runs_here(OP, impl, dtype)

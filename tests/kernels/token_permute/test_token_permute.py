@@ -150,11 +150,11 @@ def test_gather_combine_and_their_gradients(tokens, per_token, experts, used, wi
 def test_there_and_back_is_the_sum_of_weights_and_repeats_its_bits(impl, dtype):
     part(impl, dtype)
     torch.manual_seed(0)
-    ids, x = random_ids(60, 4, 9), torch.randn(60, 33).to(DEVICE, dtype).requires_grad_()
-    weights, dy = torch.rand(60, 4, device=DEVICE, requires_grad=True), torch.randn(60, 33).to(DEVICE, dtype)
+    ids, x = random_ids(20, 4, 9), torch.randn(20, 33).to(DEVICE, dtype).requires_grad_()
+    weights, dy = torch.rand(20, 4, device=DEVICE, requires_grad=True), torch.randn(20, 33).to(DEVICE, dtype)
     y, offsets = token_permute(x, ids, weights, 9, impl)
     again, _ = token_permute(x, ids, weights, 9, impl)
-    assert torch.equal(y, again) and int(offsets[-1]) == 240
+    assert torch.equal(y, again) and int(offsets[-1]) == 80
     dx, dweights = torch.autograd.grad(y, (x, weights), dy)
     step = 2**-7 if dtype == torch.bfloat16 else 1e-6  # rows, and their sum, are rounded once each
     torch.testing.assert_close(
@@ -164,7 +164,7 @@ def test_there_and_back_is_the_sum_of_weights_and_repeats_its_bits(impl, dtype):
         dx.double(), dy.double() * weights.double().sum(1, keepdim=True), rtol=step, atol=step
     )
     torch.testing.assert_close(
-        dweights.double(), (dy.double() * x.double()).sum(1, keepdim=True).expand(60, 4), rtol=1e-5, atol=1e-5
+        dweights.double(), (dy.double() * x.double()).sum(1, keepdim=True).expand(20, 4), rtol=1e-5, atol=1e-5
     )
 
 

@@ -74,7 +74,7 @@ def test_all_memory_of_a_streamed_run_is_predicted_within_a_tenth(folder, live, 
     monkeypatch.setattr(loop_cpu, "WORKERS_FROM", math.inf)
     monkeypatch.setattr(workspace, "SPREAD_FROM", math.inf)
     release_scratch()
-    manifest, given = open_checkpoint(folder), batch_of(512, 4)
+    manifest, given = open_checkpoint(folder), batch_of(256, 4)
 
     def peak(experts: str, buffer: int = 0) -> int:
         watch = live.Live([given.tokens_T, given.targets_T, given.weights_T, given.positions_T])
@@ -96,10 +96,10 @@ def test_all_memory_of_a_streamed_run_is_predicted_within_a_tenth(folder, live, 
             manifest,
             LoraConfig(rank=4),
             layout=RESIDENT.but(recompute="layers", experts=experts, buffer=buffer / GIB),
-            tokens=512,
+            tokens=256,
             dtype="bfloat16",
             device="cpu",
-            longest=128,
+            longest=64,
         )
         return made.training - made.terms["optimizer"]
 
