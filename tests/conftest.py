@@ -232,9 +232,11 @@ def interpreted():
 
 @pytest.fixture(scope="module")
 def fewer_layers(request, two_layers):
-    """Runs of the file that asks for this train the first two of tiny-k2's four layers: its TINY_K2 is those."""
+    """Runs of the file that asks for this train the first two of tiny-k2's four layers: its TINY_K2 is those, or
+    unfreeze's, where it has none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request.module, "TINY_K2", two_layers)
+        named = request.module if hasattr(request.module, "TINY_K2") else unfreeze
+        patch.setattr(named, "TINY_K2", two_layers)
         yield
 
 
