@@ -230,6 +230,16 @@ def interpreted():
             importlib.import_module(f"unfreeze.kernels.{file.parent.name}.triton_cuda")
 
 
+@pytest.fixture(scope="module")
+def fewer_layers(request, two_layers):
+    """Runs of the file that asks for this train the first two of tiny-k2's four layers: its TINY_K2 is those, or
+    unfreeze's, where it has none."""
+    with pytest.MonkeyPatch.context() as patch:
+        named = request.module if hasattr(request.module, "TINY_K2") else unfreeze
+        patch.setattr(named, "TINY_K2", two_layers)
+        yield
+
+
 @pytest.fixture(scope="session")
 def two_layers(tmp_path_factory):
     """tiny-k2 without its last two layers: one dense layer and one of experts, a third of its matrices."""

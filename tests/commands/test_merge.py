@@ -20,13 +20,7 @@ from unfreeze.evaluate.gain import Gain
 from unfreeze.job import data as job_data
 from unfreeze.report.events import LEAKED
 
-
-@pytest.fixture(scope="module", autouse=True)
-def fewer_layers(two_layers):
-    """Runs of this file train the first two of tiny-k2's four layers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "TINY_K2", two_layers)
-        yield
+pytestmark = pytest.mark.usefixtures("fewer_layers")
 
 
 @pytest.fixture(scope="module")

@@ -542,12 +542,19 @@ def test_what_is_refused(config, arguments, says):
         planned(*(config if word == "CONFIG" else word for word in arguments))
 
 
-def test_this_machine_needs_no_gpu_and_no_network(config, forkserver):
+@pytest.fixture
+def few_layers(config):
+    """Two of its 48: what holds of a plan of any size."""
+    Path(config).write_text(json.dumps(QWEN | {"num_hidden_layers": 2}))
+    return config
+
+
+def test_this_machine_needs_no_gpu_and_no_network(few_layers, forkserver):
     code = (
         "import sys, torch; torch.cuda.is_available = lambda: False; import socket; socket.socket = None;"
         "from unfreeze.cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    words = ["plan", "--model", config, "--train", "all", "--json", "--quiet"]
+    words = ["plan", "--model", few_layers, "--train", "all", "--json", "--quiet"]
     done = forkserver.run(["-c", code, *words])
     found = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == (0 if found["fits"] else plan.DOES_NOT_FIT), done.stderr
@@ -602,7 +609,7 @@ def test_the_dtype_of_a_cpu_elsewhere_is_said_to_be_that_of_the_one_here(config,
     ]
 
 
-def test_a_gpu_that_no_table_knows_is_planned_as_a_gpu_without_seconds(config, monkeypatch):
+def test_a_gpu_that_no_table_knows_is_planned_as_a_gpu_without_seconds(few_layers, monkeypatch):
     from unfreeze.parallel import machine
 
     def here(place="cpu"):
@@ -617,9 +624,9 @@ def test_a_gpu_that_no_table_knows_is_planned_as_a_gpu_without_seconds(config, m
     card = cards.Card("NVIDIA X1", (9, 0), 200 * 2**30, "580.65", "CUDA 13.0")
     monkeypatch.setattr(cards, "here", lambda: card)
     monkeypatch.setattr(cards, "card_of", lambda device: card)
-    found = planned("--model", config)
+    found = planned("--model", few_layers)
     assert found["hardware"] == "NVIDIA X1" and found["tokens_per_second"] is None
-    on_cpu = planned("--model", config, "--hardware", "cpu:200GB")
+    on_cpu = planned("--model", few_layers, "--hardware", "cpu:200GB")
     terms, others = found["bytes"]["device_terms"], on_cpu["bytes"]["device_terms"]
     # on a CPU experts are expanded one at a time, and the program itself takes memory
     assert terms["expert workspace"] != others["expert workspace"]

@@ -11,6 +11,8 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 QUIET = Common(quiet=True)
 
 

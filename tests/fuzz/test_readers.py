@@ -39,7 +39,7 @@ def one(fuzzers: Any, reader: str, random: Random) -> str:
 
 @pytest.mark.parametrize("reader", READERS)
 @settings(
-    max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 @given(random=st.randoms(use_true_random=False))
 def test_any_input_is_accepted_whole_or_refused_in_one_line(fuzzers, reader, random):

@@ -13,6 +13,8 @@ from unfreeze.recipes.sft import Config
 from unfreeze.report.events import LEAKED
 from unfreeze.report.html import summary_lines
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 
 def rows(count, name):
     return [{"question": f"{name} number {i}?", "answer": f"Number {i}, it is. Hmm."} for i in range(count)]

@@ -24,6 +24,8 @@ from unfreeze.job.watch.evaluation import score_record
 from unfreeze.report.html import page, summary_lines
 from unfreeze.report.run import read_run
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 ANSWERS = [{"question": f"What is number {i}?", "answer": f"Number {i}, it is. Hmm."} for i in range(20)]
 HEADS = ["--shape.num-attention-heads", 2]
 RECIPES = {

@@ -16,6 +16,8 @@ from unfreeze.kernels import cards
 from unfreeze.kernels.choice import choose, ops, record, table, times
 from unfreeze.kernels.choice.choose import by_record
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 
 def trained(folder, rows, steps=1, dtype="float32", **more):
     words = ["--model", TINY_K2, "--data", rows, "--out", folder, "--tokens-per-step", 128, "--steps", steps]

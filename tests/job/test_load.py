@@ -36,6 +36,8 @@ from unfreeze.parallel.processes.mesh import ONE
 from unfreeze.teach.second import Beside
 from unfreeze.teach.teacher import Asked, AsTrained
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 IDS = list(range(40, 120))
 LORA = LoraConfig(rank=4, targets=("experts",), merge_aware="same", merge_aware_from=0.5)
 

@@ -18,6 +18,8 @@ from unfreeze.recipes import pretrain
 from unfreeze.recipes.sft import Config
 from unfreeze.report.run import read_run
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 CPU = torch.device("cpu")
 QUICK = ["--steps", "1", "--tokens-per-step", "128", "--watch.samples", "0", "--threads", "1", "--quiet"]
 

@@ -13,6 +13,8 @@ from unfreeze.job.planning import plan as run_plan
 from unfreeze.parallel.plan.fastest import SAME_BITS
 from unfreeze.report.run import facts, read_run
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 
 def sft(chat_rows, out, *flags):
     line = ["sft", "--model", TINY_K2, "--data", chat_rows, "--out", out, "--tokens-per-step", 256]

@@ -27,12 +27,13 @@ from unfreeze.report.run import facts, read_run
 from unfreeze.tracking import scalars
 from unfreeze.train.host_state import InHost
 
+STEPS = 3
 SAME = ("loss", "grad_norm", "tokens", "expert_load", "correct", "learning_rate")
 
 
 def sft(chat_rows, out, *flags, model=TINY_K2):
     line = ["sft", "--model", model, "--data", chat_rows, "--out", out, "--tokens-per-step", 64]
-    line += ["--lora.rank", 2, "--threads", 1, "--quiet", "--learning-rate", "5e-3", "--steps", 4, *flags]
+    line += ["--lora.rank", 2, "--threads", 1, "--quiet", "--learning-rate", "5e-3", "--steps", STEPS, *flags]
     code = cli.main([str(word) for word in line])
     lines = (out / "events.jsonl").read_text(encoding="utf-8").splitlines()
     return code, [json.loads(line) for line in lines]
@@ -54,7 +55,7 @@ def adapter(out):
 def resident(request, chat_rows, tmp_path_factory):
     """-> (dtype, folder, events) of a run with all experts in memory."""
     out = tmp_path_factory.mktemp("resident") / "run"
-    flags = ["--watch.samples", 0, "--save-every", 2, "--validation-fraction", 0.3]
+    flags = ["--watch.samples", 0, "--save-every", 1, "--validation-fraction", 0.3]
     code, events = sft(chat_rows, out, "--dtype", request.param, *flags)
     assert code == 0
     return request.param, out, events
@@ -65,7 +66,7 @@ def test_the_same_run_to_the_bit(resident, chat_rows, tmp_path):
     out = tmp_path / "run"
     flags = ["--dtype", dtype, "--validation-fraction", 0.3, "--place.experts", "disk"]
     code, events = sft(chat_rows, out, *flags)
-    assert code == 0 and numbers(events) == numbers(wanted) and len(numbers(events)) == 4
+    assert code == 0 and numbers(events) == numbers(wanted) and len(numbers(events)) == STEPS
     assert adapter(out) == adapter(folder)
     assert of(events, "receipt")[0]["groups"] == of(wanted, "receipt")[0]["groups"]
     assert [e["loss"] for e in of(events, "eval")] == [e["loss"] for e in of(wanted, "eval")] != []
@@ -73,7 +74,7 @@ def test_the_same_run_to_the_bit(resident, chat_rows, tmp_path):
 
     # what came is said after each step, and that no samples are taken
     came = of(events, "stream")
-    assert [event["step"] for event in came] == [1, 2, 3, 4] and not of(wanted, "stream")
+    assert [event["step"] for event in came] == [1, 2, 3] and not of(wanted, "stream")
     assert all(event["source"] == "disk" and 0 <= event["hidden"] <= 1 for event in came)
     shown = dict(facts(read_run(out)))["Experts from disk"]
     assert "of transfers hidden" in shown and "layers per step" in shown
@@ -90,7 +91,7 @@ def test_a_run_whose_experts_come_in_groups(resident, chat_rows, tmp_path):
     out = tmp_path / "run"
     flags = ["--dtype", dtype, "--validation-fraction", 0.3, "--place.experts", "disk"]
     code, events = sft(chat_rows, out, *flags, "--place.buffer", 1e-4)
-    assert code == 0 and len(numbers(events)) == 4
+    assert code == 0 and len(numbers(events)) == STEPS
     if dtype == "float32":
         assert numbers(events) == numbers(wanted) and adapter(out) == adapter(folder)
         assert of(events, "receipt")[0]["groups"] == of(wanted, "receipt")[0]["groups"]
@@ -130,7 +131,7 @@ def test_auto_takes_groups_where_two_buffers_of_a_layer_are_too_large(chat_rows,
     (planned,) = of(events, "plan")
     assert code == 0 and planned["experts"] == "disk" and planned["groups"] > 1
     assert any("because everything on the device; recompute" in line for line in planned["lines"])
-    assert len(of(events, "stream")) == 4
+    assert len(of(events, "stream")) == STEPS
 
 
 def test_a_run_whose_boundary_activations_are_copied_to_host_memory(
@@ -156,7 +157,7 @@ def test_a_run_whose_moments_lie_in_host_memory_and_one_that_goes_on(
     """Where a GPU would do so; here they are copied, and what nobody may read is NaN. Half of another run has them
     on the device."""
     flags = ["--dtype", "float32", "--watch.samples", 0, "--optimizer.moments", moments]
-    _, wanted = sft(chat_rows, tmp_path / "resident", *flags, "--save-every", 2)
+    _, wanted = sft(chat_rows, tmp_path / "resident", *flags, "--save-every", 1)
     here = hardware(torch.device("cpu"))
     monkeypatch.setattr(layouts, "_states", lambda *given: [{"adapters": "device", "optimizer": "host"}])
     monkeypatch.setattr(machine, "hardware", lambda place: replace(here, host=2**34))
@@ -164,17 +165,17 @@ def test_a_run_whose_moments_lie_in_host_memory_and_one_that_goes_on(
     monkeypatch.setattr(InHost, "chunk", 4096)
     half = tmp_path / "half"
     shutil.copytree(tmp_path / "resident", half)
-    for path in (half / "state" / "step-000004", half / "adapter"):
+    for path in (half / "state" / "step-000003", half / "adapter"):
         shutil.rmtree(path)
     for out, resumed in ((tmp_path / "whole", False), (half, True)):
-        code, events = sft(chat_rows, out, *flags, "--save-every", 2)
+        code, events = sft(chat_rows, out, *flags, "--save-every", 1)
         plan = of(events, "plan")[-1]
         assert code == 0 and plan["optimizer"] == "host" and "optimizer" not in of(wanted, "plan")[0]
         assert of(events, "start")[-1].get("resumed", False) == resumed
         assert any("the adapters' moments are in host memory" in line for line in plan["lines"])
-        assert numbers(events)[-4:] == numbers(wanted) and adapter(out) == adapter(tmp_path / "resident")
+        assert numbers(events)[-STEPS:] == numbers(wanted) and adapter(out) == adapter(tmp_path / "resident")
         saves = [
-            run / "state" / "step-000004" / "tensors.safetensors" for run in (out, tmp_path / "resident")
+            run / "state" / "step-000003" / "tensors.safetensors" for run in (out, tmp_path / "resident")
         ]
         assert saves[0].read_bytes() == saves[1].read_bytes()
         assert plan["save_bytes"] == of(wanted, "plan")[0]["save_bytes"]
@@ -185,13 +186,13 @@ def test_a_run_goes_on_from_another_place_with_the_same_bits(resident, chat_rows
     dtype, folder, wanted = resident
     out = tmp_path / "run"
     shutil.copytree(folder, out)
-    for path in (out / "state" / "step-000004", out / "adapter"):
+    for path in (out / "state" / "step-000003", out / "adapter"):
         shutil.rmtree(path)
-    flags = ["--dtype", dtype, "--validation-fraction", 0.3, "--save-every", 2]
+    flags = ["--dtype", dtype, "--validation-fraction", 0.3, "--save-every", 1]
     code, events = sft(chat_rows, out, *flags, "--place.experts", "disk")
     assert code == 0 and of(events, "start")[-1]["resumed"]
-    assert numbers(events)[-2:] == numbers(wanted)[-2:] and adapter(out) == adapter(folder)
-    assert [event["step"] for event in of(events, "stream")] == [3, 4]
+    assert numbers(events)[-1:] == numbers(wanted)[-1:] and adapter(out) == adapter(folder)
+    assert [event["step"] for event in of(events, "stream")] == [3]
 
 
 def test_a_disk_that_fails_in_a_run_is_one_line_and_the_save_stays(chat_rows, tmp_path, monkeypatch, capsys):
@@ -268,7 +269,7 @@ def test_auto_takes_the_disk_where_the_device_is_too_small(chat_rows, tmp_path, 
     assert any(
         "because everything on the device; recompute layers would take" in line for line in planned["lines"]
     )
-    assert len(of(events, "stream")) == 4
+    assert len(of(events, "stream")) == STEPS
 
 
 def test_a_second_model_is_measured_once_for_all_places_that_are_tried(chat_rows, monkeypatch):

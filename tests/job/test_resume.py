@@ -26,6 +26,8 @@ from unfreeze.report import verdict
 from unfreeze.report.run import read_run
 from unfreeze.train.run import Run, config_hash
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 RECORD = Config(model="m", data=("d.jsonl",)).record()
 
 
@@ -398,7 +400,7 @@ def test_another_base_under_the_same_path_is_refused_and_one_in_other_files_is_n
 
 def test_other_rows_are_refused_before_a_weight_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Control arm: with the rows as they were the same call loads and goes on."""
-    rows = (TINY_K2 / "yoda_train.jsonl").read_text(encoding="utf-8").splitlines()[:30]
+    rows = (unfreeze.TINY_K2 / "yoda_train.jsonl").read_text(encoding="utf-8").splitlines()[:30]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(rows) + "\n", encoding="utf-8")
 

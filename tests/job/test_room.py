@@ -11,6 +11,8 @@ from unfreeze.job.end.folder import SAME_CALL, again
 from unfreeze.job.planning import plan as run_plan
 from unfreeze.report.html import summary_lines
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 
 @pytest.fixture
 def sft(chat_rows, tmp_path, monkeypatch, capsys):

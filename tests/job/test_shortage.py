@@ -15,6 +15,8 @@ from unfreeze.core.errors import DoesNotFit, ran_out
 from unfreeze.core.process import room_words
 from unfreeze.objectives import cross_entropy
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 FIELDS = {"steps": 2, "tokens_per_step": 256, "samples": 0, "dtype": "float32", "device": "cpu", "threads": 1}
 
 

@@ -22,6 +22,8 @@ from unfreeze.report.events import AT_LEAST, LEAKED
 from unfreeze.report.learnt import finding
 from unfreeze.report.run import read_run
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 STEPS = 6
 ALL = ("--steps", 10)  # as many as come to the last of 80 rows
 
@@ -282,6 +284,7 @@ def test_rows_held_out_beside_windows_that_are_trained_on_are_found_before_they_
 ):
     """Ten rows as they stand in the data, anywhere in it, and one in other words of JSON, found as its row comes.
     The control arm without a look at the raw rows finds them only so."""
+    all_taken_before(monkeypatch, 4)
     if not looked:
         monkeypatch.setattr(scan.Repeated, "__call__", lambda self, raw: None)
     held, each = tmp_path / "held.jsonl", rows.read_text().splitlines()

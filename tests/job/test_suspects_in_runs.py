@@ -15,6 +15,8 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.generate import model as _  # noqa: F401  imported here, so that it doesn't keep the poisoned open_model of the test
 from unfreeze.generate import open as opening
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 
 def test_a_nan_of_one_word_names_module_and_row(
     chat_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys

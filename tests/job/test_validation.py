@@ -31,6 +31,8 @@ from unfreeze.job.watch.validation import Validation, supervised_bytes
 from unfreeze.models import Decoder
 from unfreeze.report.html import summary_lines
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 ANSWERS = [{"question": f"What is number {i}?", "answer": f"Number {i}, it is. Hmm."} for i in range(24)]
 
 
@@ -90,7 +92,7 @@ def trained(run: Path) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="module")
-def validated(rows: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def validated(rows: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, fewer_layers: None) -> Path:
     out = tmp_path_factory.mktemp("validated") / "run"
     return sft(
         rows,

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
+from of_letters import longer, shorter, sometimes
 from runs import Stopped, adapter, of_kind, stopping_at
 
 import unfreeze
@@ -66,22 +67,23 @@ def grpo(my, tmp_path, two_layers):
 
 
 def test_a_run_writes_its_rollouts_and_resumes_to_the_bit(grpo):
-    whole = grpo("whole", **{"save.every": 1})
+    fields = {"steps": 3, "save.every": 1}
+    whole = grpo("whole", **fields)
     events = of_kind(whole, "rollout")
-    assert [event["step"] for event in events] == [1, 2, 3, 4]
+    assert [event["step"] for event in events] == [1, 2, 3]
     assert all(event["answers"] >= 12 and event["parts"].keys() == {"letters", "length"} for event in events)
     assert all(event["outcomes"] == {"ok": event["answers"]} for event in events)
     assert all(event["gap_max"] <= 1e-5 for event in of_kind(whole, "train"))
     assert any(tensor.any() for name, tensor in adapter(whole).items() if "lora_B" in name)
 
     with pytest.raises(Stopped):
-        grpo("parts", **{"save.every": 1}, on_step=[stopping_at(3)])  # before the third save
-    parts = grpo("parts", **{"save.every": 1})
+        grpo("parts", **fields, on_step=[stopping_at(2)])  # before the second save
+    parts = grpo("parts", **fields)
     assert all(torch.equal(ours, adapter(parts)[name]) for name, ours in adapter(whole).items())
     numbers = ("reward", "parts", "tokens", "signal", "cut")
     again = {event["step"]: event for event in of_kind(parts, "rollout")}
     assert all(again[event["step"]][name] == event[name] for event in events for name in numbers)
-    other = grpo("other", seed=1)  # control
+    other = grpo("other", steps=3, seed=1)  # control
     assert any(not torch.equal(ours, adapter(other)[name]) for name, ours in adapter(whole).items())
 
 
@@ -170,18 +172,6 @@ def test_a_function_in_python_and_an_objective_with_a_reference(grpo):
     run = grpo(reward=longer, **{"policy.beta": 0.1, "baseline": "leave-one-out", "scale": "group"})
     train = of_kind(run, "train")
     assert train[0]["kl"] == pytest.approx(0, abs=1e-6) and train[-1]["kl"] > 0
-
-
-def longer(prompt, completion):
-    return len(completion)
-
-
-def sometimes(prompt, completion):
-    return len(completion) if "1" in prompt else 0.0
-
-
-def shorter(prompt, completion):
-    return -len(completion) / 10
 
 
 def test_learnt_is_what_held_out_rewards_prove(grpo, tmp_path):

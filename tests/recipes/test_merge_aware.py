@@ -21,6 +21,8 @@ import unfreeze
 from unfreeze import cli
 from unfreeze.core.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 WORDS = {
     "steps": 4,
     "rank": 4,

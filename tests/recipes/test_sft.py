@@ -15,6 +15,8 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.generate.engine import Engine
 from unfreeze.models.blocks.rope import Rope
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
@@ -149,7 +151,7 @@ def test_export_is_verified_and_loads_with_the_same_logits(capsys, data, tmp_pat
 
 def test_ctrl_c_saves_and_the_same_command_goes_on_bit_for_bit(capsys, data, tmp_path, forkserver):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    options = ("--steps", 16, "--lora.rank", 2, "--watch.samples", 0)
+    options = ("--steps", 6, "--lora.rank", 2, "--watch.samples", 0)
     sft(capsys, *command(data, straight, *options))
     pressed = (  # in step 3, however fast the steps are
         "import signal, sys; from unfreeze import cli; from unfreeze.train import fit; real = fit.train_step\n"
@@ -166,7 +168,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_bit_for_bit(capsys, data, tmp
     first = json.loads(process.stdout.splitlines()[-1])
     assert not first["finished"] and first["steps"] == 3 and "give the same command again" in process.stderr
     second = sft(capsys, *command(data, broken, *options))
-    assert second["finished"] and second["steps"] == 16
+    assert second["finished"] and second["steps"] == 6
     assert losses(broken) == losses(straight)
 
 
@@ -308,7 +310,7 @@ def test_ctrl_c_before_the_first_step_says_that_nothing_was_trained(capsys, data
 def test_the_shared_yoda_rows_train_both_models(capsys, tmp_path, model):
     if not SHARED.is_dir():
         pytest.skip(f"{SHARED} is not on this machine; the rows above cover the same ground")
-    folder = TINY_K2 if model == "tiny-k2" else SHARED / model
+    folder = unfreeze.TINY_K2 if model == "tiny-k2" else SHARED / model
     result = sft(
         capsys,
         "--model",

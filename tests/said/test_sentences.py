@@ -2,6 +2,7 @@
 phrase that has to be read twice."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -35,15 +36,16 @@ def written(node):
     return ""
 
 
+@functools.cache  # counted, and looked at for faults
 def sentences(source):
-    """(line, text, whether it is help) of each message, remedy, warning and description."""
+    """[(line, text, whether it is help)] of each message, remedy, warning and description."""
+    found = []
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
         name = getattr(call.func, "id", getattr(call.func, "attr", ""))
         texts = [(keyword.value, keyword.arg) for keyword in call.keywords if keyword.arg in KEYWORDS]
         texts += [(text, "") for text in call.args if name in CALLS]
-        yield from (
-            (text.lineno, words, of == "description") for text, of in texts if (words := written(text))
-        )
+        found += [(text.lineno, words, of == "description") for text, of in texts if (words := written(text))]
+    return found
 
 
 def faults(source):
@@ -61,7 +63,7 @@ def test_no_sentence_is_long_or_has_to_be_read_twice():
         place = path.relative_to(ROOMS)
         if place.parts[0] not in DEVELOPERS:
             source = path.read_text(encoding="utf-8")
-            count += sum(1 for _ in sentences(source))
+            count += len(sentences(source))
             found += [f"{place}:{fault}" for fault in faults(source)]
     assert not found, "say it in fewer words, one thought a sentence:\n" + "\n".join(found)
     assert count > 1_000

@@ -22,7 +22,7 @@ from unfreeze.serve.speaker import Speaker, Work
 from unfreeze.serve.structured import Grammars, json_grammar
 
 ASKED = [{"role": "user", "content": "What is two and two?"}]
-SCHEMAS = 80
+SCHEMAS = 40
 
 
 @pytest.fixture(scope="module")

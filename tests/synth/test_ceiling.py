@@ -199,7 +199,7 @@ def test_random_plans_book_at_least_the_bill_and_at_most_the_ceiling(fuzz, runs)
 
 
 def test_a_plan_without_trouble_fits_into_its_price_and_asks_nothing_twice(fuzz):
-    for number in range(15):
+    for number in range(8):
         bank, ceiling, booked, known = fuzz(number, calm=True)
         assert len(bank.arrived) == len(known) == len(set(bank.arrived))
         assert booked.spent <= ceiling / 3 + 1e-12  # one attempt of three
@@ -207,7 +207,7 @@ def test_a_plan_without_trouble_fits_into_its_price_and_asks_nothing_twice(fuzz)
 
 def test_threads_share_a_ledger(fuzz):
     """Two workers at a time; a kill would take only one of them, so there is none."""
-    for number in range(20):
+    for number in range(10):
         bank, ceiling, booked, _ = fuzz(5000 + number, threads=True, kills=False)
         assert not bank.short and bank.bill <= booked.spent <= ceiling
 

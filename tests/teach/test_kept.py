@@ -22,6 +22,8 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DataError
 from unfreeze.teach import kept
 
+pytestmark = pytest.mark.usefixtures("fewer_layers")
+
 WORDS = "--tokens-per-step 192 --micro-batches 2 --learning-rate 5e-3 --watch.samples 0 --dtype float32 --optimizer.warmup 0".split()
 SMALL = ["--lora.rank", 2, "--lora.targets", "attention"]
 
@@ -196,12 +198,21 @@ def test_two_processes_train_every_weight_in_parts(prefer, dense, tmp_path):
     assert numbers(two)[-1][0] < numbers(two)[0][0]
 
 
-def torchrun(folder: Path, *words, model=TINY_K2) -> Path:
+def torchrun(folder: Path, *words, model=None) -> Path:
     """The run of two processes on `prefer`'s rows."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = ["--model", model, "--data", folder / "pairs.jsonl", "--out", folder / "two", "--steps", 3]
+    given = [
+        "--model",
+        model or TINY_K2,
+        "--data",
+        folder / "pairs.jsonl",
+        "--out",
+        folder / "two",
+        "--steps",
+        3,
+    ]
     given += [*WORDS, "--preference.reference", "cached", "--device", "cpu", "--quiet", *words]
     started = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     started += ["--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "unfreeze", "prefer"]

@@ -88,9 +88,9 @@ def test_the_search_is_a_plain_loop():
 
 @pytest.fixture
 def coarse(monkeypatch):
-    """Every fifth of the choices, the first among them: the whole search is compared with a loop above."""
+    """Every tenth of the choices, the first among them: the whole search is compared with a loop above."""
     grid = awq.grid
-    monkeypatch.setattr(awq, "grid", lambda *means: islice(grid(*means), 0, None, 5))
+    monkeypatch.setattr(awq, "grid", lambda *means: islice(grid(*means), 0, None, 10))
 
 
 def written(base, folder, to="int8", method="awq", modules=("all-linear",), batches=None):

@@ -119,9 +119,9 @@ def test_conversations_are_compared_by_their_turns(cleaned):
 
 
 def test_a_rerun_is_byte_identical_in_any_compression(tmp_path):
-    corpus(tmp_path / "in.jsonl")
+    corpus(tmp_path / "in.jsonl", documents=60)
     for compression in ("none", "gz", "zst"):
-        output = {"compression": compression, "shard_bytes": 20_000}
+        output = {"compression": compression, "shard_bytes": 10_000}
         for name in ("a", "b"):
             clean([str(tmp_path / "in.jsonl")], tmp_path / f"{compression}{name}", recipe(output=output))
         first = digests(tmp_path / f"{compression}a")
@@ -130,10 +130,10 @@ def test_a_rerun_is_byte_identical_in_any_compression(tmp_path):
 
 def test_a_stopped_run_goes_on_and_writes_the_same_bytes(tmp_path, monkeypatch):
     """Stopped at several places, each time with decisions and half a file on the disk."""
-    corpus(tmp_path / "in.jsonl")
+    corpus(tmp_path / "in.jsonl", documents=60)
     source, whole = str(tmp_path / "in.jsonl"), tmp_path / "whole"
     clean([source], whole, recipe())
-    monkeypatch.setattr("unfreeze.data.clean.journal.EVERY", 16)
+    monkeypatch.setattr("unfreeze.data.clean.journal.EVERY", 8)
     decided = []
 
     def count(self, document, counts, decide=running.Cleaner._decided):
@@ -142,7 +142,7 @@ def test_a_stopped_run_goes_on_and_writes_the_same_bytes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(running.Cleaner, "_decided", count)
     out = tmp_path / "out"
-    for stop in (1, 20, 53, 100):
+    for stop in (1, 10, 27, 50):
 
         def progress(documents, done, total, stop=stop):
             if documents == stop:
@@ -154,8 +154,8 @@ def test_a_stopped_run_goes_on_and_writes_the_same_bytes(tmp_path, monkeypatch):
     said = []
     clean([source], out, recipe(), said.append)
     assert digests(out) == digests(whole)
-    assert "100 documents are decided already; going on" in said
-    assert len(decided) == 120  # none twice
+    assert "50 documents are decided already; going on" in said
+    assert len(decided) == 60  # none twice
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -189,10 +189,10 @@ def test_a_decision_that_was_cut_does_not_count(tmp_path):
 @pytest.mark.parametrize("name", ["shingles.u64", "signatures.u32"])
 def test_decisions_whose_shingles_were_lost_do_not_count(tmp_path, name):
     """After a power failure the files may hold less than was decided."""
-    corpus(tmp_path / "in.jsonl")
+    corpus(tmp_path / "in.jsonl", documents=60)
 
     def stop(documents, done, total):
-        if documents == 80:
+        if documents == 40:
             raise KeyboardInterrupt
 
     source = [str(tmp_path / "in.jsonl")]
@@ -207,16 +207,17 @@ def test_decisions_whose_shingles_were_lost_do_not_count(tmp_path, name):
 
 
 def test_a_killed_process_is_resumed(tmp_path, forkserver):
-    corpus(tmp_path / "in.jsonl", documents=400)
+    corpus(tmp_path / "in.jsonl", documents=160)
     whole, out = tmp_path / "whole", tmp_path / "out"
     (tmp_path / "off.toml").write_text("".join(f"[{name}]\nenabled = false\n" for name in OFF))
 
-    command = ["-c", "import sys; from unfreeze import cli; sys.exit(cli.main(sys.argv[1:]))"]
+    often = "from unfreeze.data.clean import journal; journal.EVERY = 16"  # decisions between two flushes
+    command = ["-c", f"import sys; from unfreeze import cli; {often}; sys.exit(cli.main(sys.argv[1:]))"]
     command += ["data", "clean", tmp_path / "in.jsonl", out, "--recipe", tmp_path / "off.toml", "--quiet"]
     clean([str(tmp_path / "in.jsonl")], whole, recipe())
     process = forkserver.start(command)
     journal = tmp_path / "out.partial" / "journal" / "decisions.jsonl"
-    while process.poll() is None and not (journal.is_file() and journal.stat().st_size > 1000):
+    while process.poll() is None and not (journal.is_file() and journal.stat().st_size > 100):
         time.sleep(0.01)
     process.kill()
     assert process.wait() == -signal.SIGKILL and not out.exists()
