@@ -4,6 +4,7 @@ import ast
 import importlib
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,25 @@ def test_ctrl_c_while_it_is_still_imported_is_no_traceback():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "interrupted: give the same command again\n")
     assert 'unfreeze = "unfreeze.__main__:main"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_ctrl_c_inside_a_text_that_is_run_ends_with_130_too(tmp_path: Path):
+    """As in the making of a dataclass, at an import: Python would end a -m process by the signal itself."""
+    lines = [
+        "import signal, sys",
+        "from unfreeze import cli",
+        "from unfreeze.__main__ import main",
+        "signal.signal(signal.SIGINT, signal.default_int_handler)",
+        "def interrupted():",
+        "    try: exec('signal.raise_signal(signal.SIGINT)')",
+        "    except KeyboardInterrupt: return 130",
+        "cli.main = interrupted",
+        "sys.exit(main())",
+    ]
+    (tmp_path / "stopped.py").write_text("\n".join(lines))
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, "-m", "stopped"], env=path, cwd=tmp_path, check=False)
+    assert done.returncode == 130
 
 
 @pytest.mark.parametrize("command", list(cli.COMMANDS))

@@ -20,6 +20,10 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted: give the same command again", file=sys.stderr)
         return 130
+    finally:
+        # Python ends a -m process by the signal itself if Ctrl-C left an exec of text, as in the making of a
+        # dataclass, even if it was caught later. The next exec forgets that: the exit code is 130 everywhere.
+        exec("")
 
 
 if __name__ == "__main__":

@@ -91,6 +91,17 @@ def test_lengths_are_of_whole_rows_and_the_histogram_counts_them_all(unfreeze_js
     assert whole["histogram"][0][0] == whole["min"] and whole["histogram"][-1][1] >= whole["max"]
 
 
+def test_the_lengths_do_not_speak_for_dropped_rows(unfreeze_json, file):
+    """Their tokens are in no figure, so the line names the rows that it counts."""
+    used = "lengths in tokens of the rows that are used, before truncation: "
+    dropped = show(unfreeze_json, file, "--truncation", "drop", "--sequence-length", 60)
+    assert dropped["stats"]["dropped"] == 2 and dropped["lengths"]["max"] < 60
+    assert used + f"min {dropped['lengths']['min']}, " in printed(dropped, False)
+    whole = show(unfreeze_json, file, "--sequence-length", 2048)
+    assert whole["stats"]["dropped"] == 0 and whole["lengths"]["max"] > 60
+    assert "lengths in tokens before truncation: min " in printed(whole, False)
+
+
 def printed(facts, terminal):
     out = io.StringIO()
     _print(

@@ -24,12 +24,19 @@ pytestmark = pytest.mark.usefixtures("fewer_layers")
 
 
 @pytest.fixture(scope="module")
-def held_out_run(tmp_path_factory, chat_rows, fewer_layers):
+def taught_rows(tmp_path_factory):
+    """All of them different: copies would count as one."""
+    rows = [{"question": f"What is {n}?", "answer": f"The number {n}, it is. Hmm."} for n in range(24)]
+    return written(tmp_path_factory.mktemp("data") / "taught.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def held_out_run(tmp_path_factory, taught_rows, fewer_layers):
     """A run of twelve steps that holds out a third of its rows."""
     out = tmp_path_factory.mktemp("runs") / "held out"
     words = f"sft --quiet --model {TINY_K2} --steps 12 --tokens-per-step 256 --watch.samples 0 --optimizer.warmup 0 --dtype float32"
     words += " --learning-rate 5e-3 --lora.rank 2 --validation-fraction 0.34"
-    assert cli.main([*words.split(), "--data", str(chat_rows), "--out", str(out)]) == 0
+    assert cli.main([*words.split(), "--data", str(taught_rows), "--out", str(out)]) == 0
     return out
 
 
@@ -60,19 +67,19 @@ def test_the_gain_is_measured_on_the_rows_that_the_run_held_out(
     assert (tmp_path / "out/model.safetensors").stat().st_ino == before
 
 
-def test_rows_of_ones_own_and_both_ways_of_scales_are_said(held_out_run, chat_rows, tmp_path, capsys):
+def test_rows_of_ones_own_and_both_ways_of_scales_are_said(held_out_run, taught_rows, tmp_path, capsys):
     out = tmp_path / "out"
-    words = ["merge", str(held_out_run), "--data", str(chat_rows), "--scales", "keep", "--out", str(out)]
+    words = ["merge", str(held_out_run), "--data", str(taught_rows), "--scales", "keep", "--out", str(out)]
     assert cli.main(words) == 0
     first, losses, *rest = [line for line in capsys.readouterr().err.splitlines() if "MiB" not in line]
-    assert "of what was learned survives in this format" in first and f"loss on {chat_rows}, " in losses
+    assert "of what was learned survives in this format" in first and f"loss on {taught_rows}, " in losses
     assert not [line for line in rest if "kept" in line]  # the table comes when it is asked for
     assert cli.main([*words, "--verbose"]) == 0
     said = capsys.readouterr().err
     assert "worst: model.layers" in said and "refit" in said and "keep" in said and "(written: keep)" in said
     assert "BF16 kept" in said
-    assert f"loss on {chat_rows}, " in said and "held-out" not in said
-    assert f"warning: the run trained on {chat_rows}" in said and ", noise " in said
+    assert f"loss on {taught_rows}, " in said and "held-out" not in said
+    assert f"warning: the run trained on {taught_rows}" in said and ", noise " in said
     assert f"unfreeze chat {out}" in said
     assert unfreeze.load(out).chat("Hello.", max_new_tokens=2) is not None
 
@@ -200,24 +207,24 @@ def test_the_first_line_has_the_worst_group_and_what_bf16_keeps():
     assert command.loses_most(fine) == ""
 
 
-def test_data_that_the_run_trained_on_is_known_by_name_and_by_its_bytes(held_out_run, chat_rows, tmp_path):
+def test_data_that_the_run_trained_on_is_known_by_name_and_by_its_bytes(held_out_run, taught_rows, tmp_path):
     copy, other = tmp_path / "copy.jsonl", tmp_path / "other.jsonl"
-    shutil.copy(chat_rows, copy)
+    shutil.copy(taught_rows, copy)
     other.write_text('{"question": "Who?", "answer": "I."}\n')
-    for file, known in ((chat_rows, True), (copy, True), (other, False)):
+    for file, known in ((taught_rows, True), (copy, True), (other, False)):
         assert bool(merge_rows.heldout_rows(held_out_run, str(file)).trained_on) == known
     assert not merge_rows.heldout_rows(held_out_run, "").trained_on  # what it held out
 
 
 def test_columns_of_ones_own_rows(held_out_run, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"frage": "Who is there?", "antwort": "Me, I think."}\n' * 4)
+    rows.write_text('{"frage": "Who is there?", "antwort": "Me, I think."}\n')
     words = ["merge", str(held_out_run), "--to", "bf16", "--data", str(rows), "--out", str(tmp_path / "out")]
     assert cli.main(words) == 2
     assert "frage" in capsys.readouterr().err
     assert cli.main([*words, "--columns", "prompt=frage", "completion=antwort"]) == 0
     said = capsys.readouterr().err
-    assert f"loss on {rows}, 4 rows" in said and "warning: the run trained" not in said
+    assert f"loss on {rows}, 1 row:" in said and "warning: the run trained" not in said
 
 
 def test_kept_and_noise_are_along_and_across_delta():
@@ -319,6 +326,40 @@ def test_pairs_and_labels_have_the_loss_of_the_run(row, flags, held, unfreeze_js
     )
     own = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out", "--data", taught)["gain"]
     assert own["loss"] == "" and own["rows"] == 4
+
+
+@pytest.mark.parametrize(("kind", "form"), [("sft", None), ("prefer", pair), ("kto", label)])
+def test_copies_of_a_row_count_as_one_row(
+    kind, form, held_out_run, taught_rows, unfreeze_json, tmp_path, capsys
+):
+    """Figures, error and number of rows are those of each row once; of one row nothing can be said."""
+    run, flags = tmp_path / "run", {"kto": ["--loss", "kto"]}.get(kind, [])
+    rows = [json.loads(line) for line in taught_rows.read_text().splitlines()[:6]]
+    if form is None:
+        run = held_out_run
+    else:
+        rows = [form(n) for n in range(6)]
+        data = written(tmp_path / "rows.jsonl", [form(n) for n in range(24)])
+        trained("prefer", run, data, "--validation-fraction", 0.3, *flags)
+
+    def gain(*counts):
+        data = written(
+            tmp_path / "own.jsonl", [row for row, n in zip(rows, counts, strict=False) for _ in range(n)]
+        )
+        words = ["merge", run, "--to", "bf16", "--out", tmp_path / "out", "--data", data]
+        return unfreeze_json(*words)["gain"]
+
+    once, alone, copies = gain(1, 1, 1, 1, 1, 1), gain(1), gain(50)
+    assert copies["rows"] == alone["rows"] == 1 and copies["share"] is alone["share"] is None
+    assert copies["error"] == alone["error"] == 0.0
+    if kind == "kto":  # its loss compares answers of a micro-batch
+        assert gain(3, 3, 3, 3, 3, 3)["rows"] == 6
+        return
+    assert copies["base"] == pytest.approx(alone["base"], abs=1e-5)
+    thrice = gain(3, 3, 3, 3, 3, 3)
+    assert thrice["tokens"] == 3 * once["tokens"] and once["rows"] == 6 and once["error"] > 0
+    for name in ("base", "adapter", "merged", "error", "rows"):
+        assert thrice[name] == pytest.approx(once[name], rel=1e-3)
 
 
 def test_pairs_of_a_run_that_went_on_from_an_adapter_are_compared_with_that(

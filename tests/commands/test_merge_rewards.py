@@ -119,6 +119,15 @@ def test_prompts_of_ones_own_are_answered_by_the_merged_checkpoint(shorter, unfr
     assert gain["merged"] != gain["adapter"]  # INT4 rounds
 
 
+def test_copies_of_a_prompt_count_as_one_prompt(shorter, unfreeze_json, tmp_path, capsys):
+    """Their answers differ in noise only, so their spread says nothing of other prompts."""
+    run, _, _ = shorter
+    held, out = written(tmp_path / "own.jsonl", 201, 200), tmp_path / "out"
+    (tmp_path / "own.jsonl").write_text((tmp_path / "own.jsonl").read_text() * 6)
+    gain = unfreeze_json("merge", run, "--to", "bf16", "--data", held, "--out", out)["gain"]
+    assert gain["rows"] == 1 and gain["share"] is None and gain["adapter"] > gain["base"]
+
+
 def test_the_best_step_is_that_of_the_highest_reward(shorter, tmp_path, capsys):
     run, _, _ = shorter
     shutil.copytree(run, tmp_path / "run")

@@ -391,3 +391,20 @@ def test_shares_that_a_reward_never_reaches_are_left_out(tmp_path: Path):
     run = read_run(made(tmp_path / "once", once))
     assert set(evaluations(run)) == {"reward", "rows", *zeros}
     assert evaluations(run)["solved"] == ([0, 9], [0.0, 0.5])
+
+
+def test_the_rewards_of_one_prompt_have_no_interval():
+    """However often the prompt stands in the file: one has no spread."""
+    event = {"kind": "eval", "step": 0, "loss": -0.5, "reward": 0.5, "reward_low": None, "reward_high": None}
+    event |= {
+        "pass_1": 0.25,
+        "pass_1_low": None,
+        "pass_1_high": None,
+        "solved": 0.25,
+        "rows": 1,
+        "tokens": 30,
+    }
+    assert eval_words(event) == "held-out reward 0.5, held-out pass@1 0.25, solved 0.25 (1 row, 30 tokens)"
+    event |= {"reward_low": 0.4, "reward_high": 0.6, "rows": 40}
+    words = "held-out reward 0.5 (0.4 to 0.6), held-out pass@1 0.25, solved 0.25 (40 rows, 30 tokens)"
+    assert eval_words(event) == words

@@ -7,9 +7,12 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,9 @@ import pytest
 
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.config.parse import writing
+from unfreeze.core import errors
+from unfreeze.core.errors import ConfigError, size_limit
 from unfreeze.core.events import EventLog
 from unfreeze.report.events import read_events
 
@@ -157,14 +163,63 @@ def test_an_event_is_written_whole_or_not_at_all(tmp_path: Path):
     assert [event["step"] for event in read_events(tmp_path / "events.jsonl")] == [1, 3]
 
 
+@contextmanager
+def at_most(nbytes: int) -> Iterator[None]:
+    """`ulimit -f` of the system itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_the_limit_on_a_files_size_is_not_called_a_full_disk(tmp_path: Path):
+    """Of an event, and of a folder that a command writes; of a save: test_state.py."""
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit("train", 1, loss=1.0, grad_norm=1.0)
+    size = log.path.stat().st_size
+    with at_most(size + 10), pytest.raises(OSError, match="File too large"):
+        log.emit("train", 2, loss=1.0, grad_norm=1.0)
+    log.close()
+    assert log.path.stat().st_size == size
+    reason = r"is 10\.0 KiB\n  next: ulimit -f unlimited$"
+    with pytest.raises(ConfigError, match=reason), at_most(10 * 1024), writing(tmp_path, "out"):
+        (tmp_path / "model").write_bytes(bytes(20_000))
+
+
+def test_without_such_a_limit_it_is_the_file_systems(monkeypatch: pytest.MonkeyPatch):
+    assert size_limit() == ("the file system takes no larger file", "use another file system")
+    monkeypatch.setattr(errors, "file_limits", lambda: (2**20, 2**20))
+    limit = "the limit on a file's size (ulimit -f) is 1.0 MiB"
+    assert size_limit() == (limit, "ulimit -f unlimited in a new shell")
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, "DiskFull: the disk of RUN is full; free space, then give"),
+        (
+            errno.EFBIG,
+            "UserError: the limit on a file's size (ulimit -f) is 1.0 MiB; ulimit -f unlimited, then give",
+        ),
+    ],
+    ids=["no room", "size limit"],
+)
 def test_an_event_or_file_without_room_ends_the_run_in_one_line(
-    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int,
+    says: str,
+    rows: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
+    monkeypatch.setattr(errors, "file_limits", lambda: (2**20, None))
     emit = EventLog.emit
 
     def no_room(self: EventLog, kind: str, step: int, **fields: Any) -> Any:
         if kind == "train" and step == 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            raise OSError(number, os.strerror(number), str(self.path))
         return emit(self, kind, step, **fields)
 
     monkeypatch.setattr(EventLog, "emit", no_room)
@@ -175,6 +230,7 @@ def test_an_event_or_file_without_room_ends_the_run_in_one_line(
     )
     said = capsys.readouterr().err
     assert said.startswith(
-        f"DiskFull: the disk of {run} is full, at {run}/events.jsonl; the run is saved as of step-000002\n "
-        " next: free space, then give"
+        says.replace("RUN", str(run)).replace(
+            "; ", f", at {run}/events.jsonl; the run is saved as of step-000002\n  next: "
+        )
     )

@@ -6,6 +6,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -370,3 +372,23 @@ def test_a_failed_save_leaves_the_one_before(
             save(state)
         assert "Earlier saves are untouched" in str(caught.value)
     assert latest(tmp_path) == kept and not list((tmp_path / "state").glob("*.tmp"))
+
+
+def test_a_save_over_the_limit_of_a_files_size_names_that_limit(tiny: SimpleNamespace, tmp_path: Path):
+    """`ulimit -f` of the system itself: there is room on the disk, so none is to be freed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Run(tmp_path, {}) as run:
+        state = begin(tiny, run)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20 * 1024, hard))
+        try:
+            with pytest.raises(UserError) as caught:
+                save(state)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert re.fullmatch(
+        r"could not save .*/step-000000: the limit on a file's size \(ulimit -f\) is 20\.0 KiB; [\d.]+ [KM]iB needed\."
+        r" There is no earlier save\n"
+        r"  next: ulimit -f unlimited, then run the same command again: it starts at step 1",
+        str(caught.value),
+    )
+    assert not list((tmp_path / "state").glob("*.tmp"))

@@ -250,9 +250,9 @@ def vocab_sizes(folder: Path, tokenizer: Tokenizer) -> dict[str, int] | None:
 
 
 def lengths(examples: Examples, room: int = 0) -> dict[str, Any]:
-    """Tokens per document before truncation, without room: min, median, p95, max and a histogram.
+    """Tokens per document that is used, before truncation, without room: min, median, p95, max, a histogram.
 
-    The histogram has at most BINS bins [from, to, documents].
+    Dropped ones are in no figure. The histogram has at most BINS bins [from, to, documents].
     """
     import numpy as np
 
@@ -358,15 +358,15 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     say(facts["summary"], style="bold")
     for warning in facts["warnings"]:
         say(f"warning: {warning}")
-    sizes = facts["lengths"]
+    sizes, stats = facts["lengths"], facts["stats"]
+    used = " of the rows that are used," if stats["dropped"] or stats["examples_dropped"] else ""
     say(
-        f"lengths in tokens before truncation: min {sizes['min']}, median {sizes['median']}, p95"
+        f"lengths in tokens{used} before truncation: min {sizes['min']}, median {sizes['median']}, p95"
         f" {sizes['p95']}, max {sizes['max']}"
     )
     most = max(count for _, _, count in sizes["histogram"])
     for low, high, count in sizes["histogram"]:
         say(f"  {low:>7} to {high:<7} {'#' * -(-BAR * count // most)} {count}")
-    stats = facts["stats"]
     # lost or repeated rows: the count and the first of them
     lists = {
         "dropped or bad": ("listed", stats["dropped"] + stats["bad"]),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,10 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Losses:
-    """Loss and weight of each row. The weight is its supervised tokens, or 1 for a pair or a label."""
+    """Loss and weight of each distinct row, summed over its copies or pieces.
 
-    sums: list[float] = field(default_factory=list[float])
-    counts: list[float] = field(default_factory=list[float])
+    The weight is supervised tokens, or 1 for a pair or a label.
+    """
+
+    sums: list[float]
+    counts: list[float]
 
     @property
     def mean(self) -> float:
@@ -87,7 +90,7 @@ def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, row
         with_adapter.mean,
         after.mean,
         sum(int(batch.weights_T.gt(0).sum()) for batch in batches),
-        len(examples),
+        len(gains),
         error_of(gains, without.counts) if len(gains) > 1 else 0.0,
         compared_loss(preference) if preference else "",
     )
@@ -114,13 +117,18 @@ def open_base(base: Manifest, adapter: Path) -> Decoder:
 def row_losses(
     model: Decoder, batches: list[Batch], preference: Preference | None, reference: list[Tensor]
 ) -> Losses:
-    """Loss of each row: cross entropy, or the run's preference loss.
+    """Loss of each distinct row: cross entropy, or the run's preference loss.
 
     reference: l_ref of the documents of each batch; empty if the loss has no reference.
     """
+    import numpy as np
     import torch
 
-    losses = Losses()
+    from unfreeze.evaluate.by_row import example_rows
+
+    rows: list[int] = []
+    losses: list[float] = []
+    weights: list[float] = []
     with torch.no_grad(), model.looking():
         for number, host_batch in enumerate(batches):
             batch = host_batch.to(model.device)
@@ -135,9 +143,12 @@ def row_losses(
                 each = objective(model.hidden(batch), model.lm_head, batch).each
                 assert each is not None
                 sums, counts = each.tolist(), [1.0] * len(each)
-            losses.sums.extend(sums)
-            losses.counts.extend(counts)
-    return losses
+            row_E = example_rows(host_batch)
+            assert row_E is not None
+            rows.extend(row_E.tolist())
+            losses.extend(sums)
+            weights.extend(counts)
+    return Losses(*(np.bincount(rows, values).tolist() for values in (losses, weights)))
 
 
 def _tokens(rows: HeldoutRows) -> int:

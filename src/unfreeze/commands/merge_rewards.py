@@ -87,7 +87,7 @@ def reward_gain(
         -with_adapter.loss,
         -after.loss,
         with_adapter.tokens,
-        len(examples),
+        len(gains),
         error_of(gains, [1.0] * len(gains)) if len(gains) > 1 else 0.0,
     )
 

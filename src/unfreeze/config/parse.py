@@ -34,7 +34,7 @@ from unfreeze.config.names import Known, by_path, earlier, fields, nested, short
 from unfreeze.config.synonyms import field_hint, field_next
 from unfreeze.config.words import fault_of, wrong, wrong_flag
 from unfreeze.core.built_in import TINY_K2
-from unfreeze.core.errors import FULL, ConfigError, nearest
+from unfreeze.core.errors import FULL, ConfigError, nearest, size_limit
 from unfreeze.core.torchrun import first_process
 
 
@@ -69,6 +69,7 @@ USERS_OWN = (
     errno.EPERM,
     errno.EROFS,
     errno.ENAMETOOLONG,
+    errno.EFBIG,
     *FULL,
 )
 
@@ -438,6 +439,10 @@ def writing(folder: Path | str, field: str, *, positional: bool = False) -> Gene
                 f"{field} = {str(folder)!r} cannot be written: the disk at {disk} is full{colon}{sizes}",
                 next=" or ".join(["free space there", *([elsewhere] if elsewhere else [])]),
             ) from error
+        if error.errno == errno.EFBIG:
+            cause, remedy = size_limit()
+            words = f"{field} = {str(folder)!r} cannot be written: {cause}"
+            raise ConfigError(words, next=remedy) from error
         at = f" at {error.filename}" if error.filename and str(error.filename) != str(folder) else ""
         raise ConfigError(
             f"{field} = {str(folder)!r} cannot be written: {error.strerror}{at}",

@@ -17,6 +17,27 @@ from unfreeze.core.units import format_bytes
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errno of an OSError: disk full, or quota exceeded
 
 
+def size_limit() -> tuple[str, str]:
+    """Return the limit that a file ran into with errno EFBIG, and the next command."""
+    most, hard = file_limits()
+    if most is None:
+        return "the file system takes no larger file", "use another file system"
+    remedy = "ulimit -f unlimited" + (" in a new shell" if hard is not None else "")
+    return f"the limit on a file's size (ulimit -f) is {format_bytes(most)}", remedy
+
+
+def file_limits() -> tuple[int | None, int | None]:
+    """Return the soft and the hard limit of a file's bytes in this process; None: no limit."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limits
+        return None, None
+    soft, hard = (
+        None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_FSIZE)
+    )
+    return soft, hard
+
+
 class UserError(Exception):
     """An error that the user can fix. `next` (optional) is the command or change to try."""
 

@@ -90,8 +90,10 @@ def _append(file: FileIO, line: bytes) -> None:
     """Append the whole line or nothing: a partial line would damage the file for all later ones."""
     end = file.seek(0, os.SEEK_END)
     try:
-        if file.write(line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+        while line:  # the second write of a file at its limit raises the system's own reason
+            if not (count := file.write(line)):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+            line = line[count:]
     except OSError:
         file.truncate(end)
         raise

@@ -26,7 +26,7 @@ ENOUGH = 0.9  # warn about a smaller share
 
 @dataclass(frozen=True)
 class Gain:
-    """Held-out losses, all on the same `tokens` of `rows` rows.
+    """Held-out losses, all on the same `tokens` of `rows` distinct rows.
 
     loss   for pairs and labels the loss of `unfreeze prefer` ("dpo, beta 0.1"), a mean over rows; "" for
            sft

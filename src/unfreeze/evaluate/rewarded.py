@@ -5,8 +5,9 @@
             of n graded answers with c such rewards, unbiased (Chen et al. 2021, arXiv:2107.03374)
     solved  share of prompts with such an answer among all of theirs
 
-Intervals draw prompts with replacement (bootstrap.py). Answers that were cut are graded like others: a model
-that never ends does not look better.
+Intervals draw prompts with replacement (bootstrap.py). Prompts of equal content count as one, with the
+answers to all of them. Answers that were cut are graded like others: a model that never ends does not look
+better.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from math import comb
 import numpy as np
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.data.store.examples import Example
+from unfreeze.data.packing.split import distinct_rows
+from unfreeze.data.store.examples import Example, Examples
 from unfreeze.evaluate import bootstrap
 from unfreeze.evaluate.by_row import ByRow
 
@@ -49,14 +51,16 @@ class Asking:
 
 @dataclass(frozen=True)
 class Rewarded:
-    """mean, solved: per prompt [R]. loss: minus the mean reward; the lowest is the best save.
+    """mean, solved: per distinct prompt [R]. loss: minus the mean reward; the lowest is the best save.
 
+    tokens  of one answer to each document, on average
     passes  k -> pass@k of the prompts with at least k graded answers
     """
 
     mean_R: np.ndarray
     solved_R: np.ndarray
     tokens: int
+    documents: int
     failed: int
     passes: Mapping[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])
 
@@ -78,7 +82,7 @@ class Rewarded:
             "reward_high": high,
             **passes,
             "solved": float(self.solved_R.mean()),
-            "length": self.tokens / max(1, len(self.mean_R)),
+            "length": self.tokens / max(1, self.documents),
             "failed": float(self.failed),
         }
 
@@ -89,8 +93,10 @@ class Rewarded:
         return ByRow({name: (each.astype(np.float32), ones) for name, each in values.items()})
 
 
-def interval(values_R: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval of the mean (bootstrap.py)."""
+def interval(values_R: np.ndarray) -> tuple[float, float] | tuple[None, None]:
+    """Return the 95 % interval of the mean (bootstrap.py); None for a single prompt, which has no spread."""
+    if len(values_R) < 2:
+        return None, None
     one = bootstrap.interval(bootstrap.items_of(values_R))
     return one.low, one.high
 
@@ -112,28 +118,40 @@ def rewarded(examples: Sequence[Example], answer: Answer, asking: Asking) -> Rew
             f" {asking.failing:.0%}",
             next="unfreeze reward show my.py --data HELD_OUT shows the messages",
         )
-    by_prompt = grades.reshape(len(examples), answers)
-    tokens = sum(length for _, length in every)
-    solved_R = (by_prompt >= SOLVED).max(1).astype(np.float64)
-    return Rewarded(means_of(by_prompt), solved_R, tokens // answers, failed, passes_of(by_prompt))
+    rewards_NK = grades.reshape(len(examples), answers)
+    row_N = distinct_rows(Examples.of(examples))
+    tokens = sum(length for _, length in every) // answers
+    solved_R = averages((rewards_NK >= SOLVED).max(1), row_N)
+    passes = passes_of(rewards_NK, row_N)
+    return Rewarded(means_of(rewards_NK, row_N), solved_R, tokens, len(examples), failed, passes)
 
 
-def passes_of(rewards_RK: np.ndarray, ks: Sequence[int] = PASSES) -> dict[int, np.ndarray]:
-    """Return k -> pass@k of each prompt with at least k graded answers (not NaN), if there are any."""
-    graded_R, solved_R = (~np.isnan(rewards_RK)).sum(1).tolist(), (rewards_RK >= SOLVED).sum(1).tolist()
-    every = {
-        k: [1 - comb(n - c, k) / comb(n, k) for n, c in zip(graded_R, solved_R, strict=True) if n >= k]
-        for k in ks
-    }
-    return {k: np.array(values) for k, values in every.items() if values}
+def averages(values_N: np.ndarray, row_N: np.ndarray) -> np.ndarray:
+    """Return the mean of each row's values, for the rows that have any, in order."""
+    _, place_N = np.unique(row_N, return_inverse=True)
+    return np.bincount(place_N, values_N) / np.bincount(place_N)
 
 
-def means_of(rewards_RK: np.ndarray) -> np.ndarray:
-    """Return the mean reward of each prompt over its graded answers (not NaN).
+def passes_of(rewards_NK: np.ndarray, row_N: np.ndarray) -> dict[int, np.ndarray]:
+    """Return k -> pass@k of each row that has a document with at least k graded answers (not NaN).
 
-    A prompt without any takes the mean of the others: it moves neither the mean nor a comparison.
+    It is the mean over such documents. A k without any is left out.
     """
-    graded_RK = ~np.isnan(rewards_RK)
-    count_R = graded_RK.sum(1)
-    mean_R = np.nan_to_num(rewards_RK).sum(1) / np.maximum(count_R, 1)
+    graded_N, solved_N = (~np.isnan(rewards_NK)).sum(1), (rewards_NK >= SOLVED).sum(1)
+    passes: dict[int, np.ndarray] = {}
+    for k in PASSES:
+        if (enough_N := graded_N >= k).any():
+            counts = zip(graded_N[enough_N].tolist(), solved_N[enough_N].tolist(), strict=True)
+            values = np.array([1 - comb(n - c, k) / comb(n, k) for n, c in counts])
+            passes[k] = averages(values, row_N[enough_N])
+    return passes
+
+
+def means_of(rewards_NK: np.ndarray, row_N: np.ndarray) -> np.ndarray:
+    """Return the mean reward of each row over the graded answers (not NaN) to its documents.
+
+    A row without any takes the mean of the others: it moves neither the mean nor a comparison.
+    """
+    count_R = np.bincount(row_N, (~np.isnan(rewards_NK)).sum(1))
+    mean_R = np.bincount(row_N, np.nan_to_num(rewards_NK).sum(1)) / np.maximum(count_R, 1)
     return np.where(count_R > 0, mean_R, mean_R[count_R > 0].mean() if count_R.any() else 0.0)

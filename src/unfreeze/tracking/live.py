@@ -7,7 +7,6 @@ Nothing here writes to standard output: with `--json` its last line is the resul
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import deque
@@ -287,15 +286,20 @@ def eval_words(event: EvalEvent) -> str:
     """'held-out loss 2.104, perplexity 8.199, 1.02 bits per byte (8,408 tokens, 1.7 s)'."""
     known = {"loss": "held-out loss {:.4g}", "bits_per_byte": "{:.4g} bits per byte"}
     known["logp_likelier"] = "likelier answer {:.1f} nats"
-    about = {"rows": "{:,.0f} rows", "tokens": "{:,.0f} tokens", "seconds": "{:.1f} s"}
+    about = {
+        "rows": "{:,.0f} row" + "s" * (event.get("rows") != 1),
+        "tokens": "{:,.0f} tokens",
+        "seconds": "{:.1f} s",
+    }
     left = unreached([event])
     values = {name: value for name, value in numbers(event).items() if name not in left}
     words: list[str] = []
     if "reward" in values:  # of a run with rewards, whose loss is minus this
         values.pop("loss", None)
-        for name in [name for name in values if f"{name}_low" in values]:
-            mean, low, high = (values.pop(name + end, math.nan) for end in ("", "_low", "_high"))
-            words.append(f"held-out {name.replace('pass_', 'pass@')} {mean:.3g} ({low:.3g} to {high:.3g})")
+        for name in [name for name in ("reward", "pass_1", "pass_2", "pass_4") if name in values]:
+            mean, low, high = (values.pop(name + end, None) for end in ("", "_low", "_high"))
+            ends = "" if low is None or high is None else f" ({low:.3g} to {high:.3g})"  # none of one prompt
+            words.append(f"held-out {name.replace('pass_', 'pass@')} {mean:.3g}{ends}")
     words += [known.get(name, name + " {:.4g}").format(v) for name, v in values.items() if name not in about]
     details = [form.format(values[name]) for name, form in about.items() if name in values]
     return ", ".join(words) + (f" ({', '.join(details)})" if details else "")

@@ -9,6 +9,7 @@ them (shards.py), and any other number of processes can read them.
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import time
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.checkpoint.save import sync_folder, write_file, write_safetensors
-from unfreeze.core.errors import FULL, CheckpointError, UserError
+from unfreeze.core.errors import FULL, CheckpointError, UserError, size_limit
 from unfreeze.core.schema import Metric
 from unfreeze.core.units import format_bytes
 from unfreeze.models import Decoder
@@ -333,14 +334,18 @@ def save_error(error: OSError, final: Path, needed: int) -> UserError:
     free = shutil.disk_usage(final.parents[1]).free
     full = error.errno in FULL
     cause = "the disk is full" if full else f"{type(error).__name__}: {error}"
+    sizes, remedy = f"{format_bytes(needed)} needed, {format_bytes(free)} free", ""
+    if error.errno == errno.EFBIG:
+        cause, remedy = size_limit()
+        sizes = f"{format_bytes(needed)} needed"
     complete = saves(final.parents[1])
     return (DiskFull if full else UserError)(
-        f"could not save {final}: {cause}; {format_bytes(needed)} needed, {format_bytes(free)} free. "
+        f"could not save {final}: {cause}; {sizes}. "
         + (
             f"Earlier saves are untouched, the last is {complete[-1].name}"
             if complete
             else "There is no earlier save"
         ),
-        next=f"free space on the disk of {final.parent}, then run the same command again: "
+        next=f"{remedy or f'free space on the disk of {final.parent}'}, then run the same command again: "
         + ("it resumes from the last save" if complete else "it starts at step 1"),
     )

@@ -5,6 +5,7 @@ After Ctrl-C or on a full disk, say what is saved and how to continue.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -25,7 +26,7 @@ from unfreeze.config.recipes import read_resolved
 from unfreeze.config.tables import Data
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
-from unfreeze.core.errors import FULL, ConfigError, ProcessGone
+from unfreeze.core.errors import FULL, ConfigError, ProcessGone, UserError, size_limit
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import StartEvent, TrainEvent
 from unfreeze.core.torchrun import started
@@ -95,11 +96,16 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(f"{_left(run)}; {again(command)}") from None
             except OSError as error:
-                if error.errno not in FULL:
+                if error.errno not in (*FULL, errno.EFBIG):
                     raise
                 save = latest(run.path)
                 state = f"the run is saved as of {save.name}" if save else "nothing was saved yet"
                 at = f", at {error.filename}" if error.filename else ""
+                if error.errno == errno.EFBIG:
+                    cause, remedy = size_limit()
+                    raise UserError(
+                        f"{cause}{at}; {state}", next=f"{remedy}, then {again(command)}"
+                    ) from error
                 raise DiskFull(
                     f"the disk of {run.shown} is full{at}; {state}", next=f"free space, then {again(command)}"
                 ) from error

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FILE = "kernels.json"  # in the run's folder
 CARD_FILE = "kernels-cuda.json"  # of a run on GPUs
-CHOOSING = "choosing kernels for this CPU: once, 5 to 20 s"
+CHOOSING = "choosing kernels for this CPU: once for models and row lengths like these, 5 to 20 s if idle"
 CHECKING = "checking the kernels of this run on {}: up to 60 s, at a first start with this torch and driver"
 RECORDS = "records"  # UNFREEZE_KERNELS=records: time nothing; any other value names a file like FILE
 SHOWN = 3  # choices named in the warning that this CPU cannot run them
