@@ -74,9 +74,10 @@ def lay_out(folder: Path, *, made: bool) -> None:
     (tools,) = (b.text for b in blocks_of(ROOT / "docs/howto/tools.md") if b.language == "json")
     (folder / "tools.jsonl").write_text(tools)
     if made:
-        (folder / "run.toml").write_text(RUN)
-        (folder / "mine.toml").write_text(RUN)
-        adapter = folder / "runs" / "mine" / "adapter"
-        adapter.mkdir(parents=True)
-        (adapter.parent / "resolved_config.json").write_text('{"model": "MODEL", "lora.rank": 16}')
-        (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 16, "lora_alpha": 32}')
+        for name in ("run", "mine", "model", "chosen"):
+            (folder / f"{name}.toml").write_text(RUN)
+        for name in ("mine", "tuned", "warm"):
+            adapter = folder / "runs" / name / "adapter"
+            adapter.mkdir(parents=True)
+            (adapter.parent / "resolved_config.json").write_text('{"model": "MODEL", "lora.rank": 16}')
+            (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 16, "lora_alpha": 32}')

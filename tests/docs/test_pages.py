@@ -124,6 +124,37 @@ def test_what_one_reads_from_front_to_back_is_short():
     assert 10_000 < words <= MOST_WORDS
 
 
+def written_twice(blocks: dict[str, list[Block]]) -> list[str]:
+    """The folders and files that two commands of these pages write: the second one is refused.
+
+    A page that allows a changed setting continues its own run.
+    """
+    begun: dict[str, str] = {}
+    twice = []
+    for page, each in blocks.items():
+        for words in (words for block in each if block.language == "sh" for words in commands_of(block)):
+            recipe = words[words.index("unfreeze") + 1]
+            flag = "--file" if recipe == "init" else "--out"
+            if recipe not in (*CONFIGS, "init") or "--save.allow-changed" in words:
+                continue
+            place = words[words.index(flag) + 1] if flag in words else "run.toml" if recipe == "init" else ""
+            twice += [f"{place}: {begun[place]} and {page}"] if place in begun else []
+            begun |= {place: page} if place else {}
+    return twice
+
+
+def test_no_two_pages_begin_the_same_run():
+    assert written_twice({page.stem: blocks_of(page) for page in PAGES}) == []
+
+
+def test_control_arm_a_run_that_another_page_has_begun_is_seen():
+    first = [Block("sh", "", "unfreeze init M a.jsonl\nunfreeze sft run.toml --out runs/a\n")]
+    other = [Block("sh", "", "unfreeze sft --model M --data b.jsonl --out runs/a\nunfreeze init M b.jsonl\n")]
+    assert written_twice({"a": first, "b": other}) == ["runs/a: a and b", "run.toml: a and b"]
+    longer = [Block("sh", "", "unfreeze sft --out runs/a --steps 8 --save.allow-changed steps\n")]
+    assert written_twice({"a": first, "b": longer}) == []
+
+
 class Parsed(BaseException):
     """The flags of a command were read."""
 
