@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.config.names import of_today
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
-from unfreeze.core.errors import DataError, UserError
+from unfreeze.core.errors import ConfigError, DataError, UserError
+from unfreeze.core.run_folder import refuse_other_files
 from unfreeze.core.torchrun import sharers
 from unfreeze.core.units import format_bytes, plural
 from unfreeze.core.writer import writer
@@ -419,6 +420,11 @@ def check_run(subject: Subject) -> Iterator[Finding]:
     folder = subject.config.run_dir
     if not folder.is_dir():
         yield Finding("run", "ok", f"{folder} is new")
+        return
+    try:
+        refuse_other_files(folder)
+    except ConfigError as error:
+        yield Finding("run", "fault", error.message, error.next)
         return
     if pid := writer(folder):
         yield Finding(

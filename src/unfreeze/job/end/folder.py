@@ -27,6 +27,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import FULL, ConfigError, ProcessGone
 from unfreeze.core.events import RESOLVED
+from unfreeze.core.run_folder import refuse_other_files
 from unfreeze.core.schema import StartEvent, TrainEvent
 from unfreeze.core.torchrun import started
 from unfreeze.job.end.resume import FIXED, allowed, refuse_other_version
@@ -106,13 +107,9 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
 
 
 def refuse_other_recipe(folder: Path, recipe: str) -> None:
-    """Raise ConfigError if the folder's run is of another recipe: its loss would change; or a model."""
+    """Raise ConfigError if the folder is no run, or one of another recipe: its loss would change."""
+    refuse_other_files(folder)
     path = folder / RESOLVED
-    if not path.is_file() and (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{folder} holds a model, and a run needs a folder of its own",
-            next="give another folder with --out",
-        )
     began = read_object(path, ConfigError).get("recipe", recipe) if path.is_file() else recipe
     if began != recipe:
         raise ConfigError(
