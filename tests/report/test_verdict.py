@@ -12,6 +12,7 @@ import pytest
 
 from unfreeze.config.names import flat, given
 from unfreeze.config.parse import parse
+from unfreeze.config.sft import ALL_RATE
 from unfreeze.job.end.folder import write_resolved
 from unfreeze.recipes import pretrain, sft
 from unfreeze.report.learnt import change
@@ -51,6 +52,7 @@ def train(*losses: float) -> list[dict[str, Any]]:
 
 FEW = train(3, 3, 2, 2, 2, 2, 1, 1)
 FALLS = train(*[3] * 10, *[2] * 20, *[1] * 10)
+ROSE = "The training loss rose by 2.000. Lower --learning-rate."
 QUARTERS = " (mean of the first and the last quarter; no rows were held out)"
 
 
@@ -94,7 +96,7 @@ SAID = [
         " tell: add --validation-fraction 0.1.",
     ),
     ([*FEW, *answers(("a", "a"), ("b", "c")), END], LEARNT + f"training loss 3.000 → 1.000{QUARTERS}."),
-    ([*train(1, 1, 2, 2, 2, 2, 3, 3), END], TRAINED + "training loss 1.000 → 3.000" + QUARTERS + "."),
+    ([*train(1, 1, 2, 2, 2, 2, 3, 3), END], TRAINED + f"training loss 1.000 → 3.000{QUARTERS}. {ROSE}"),
     ([*train(3, 2, 1), END], TRAINED + "loss 3.000 → 1.000."),  # a step is no mean
     (
         [*FALLS, *answers(("a", "a"), ("b", "b")), END],
@@ -353,6 +355,44 @@ def test_of_too_few_steps_no_run_learns_and_the_remedy_is_said(steps, learnt, tm
     said = verdict(read_run(made(tmp_path / "r", [START, DATA, RECEIPT, warned, *seen, end])))
     assert said.endswith("held out)." if learnt else "held out). Too few steps to learn much: --epochs 40.")
     assert ("was trained on" in said) != learnt and ("learnt" in said) == learnt
+
+
+TEACHES_LITTLE = {"kind": "warning", "step": 0, "message": "few steps: 3 of 4,096 tokens: --epochs 40"}
+RISES = [*[2] * 10, *[2.2] * 30]
+
+
+@pytest.mark.parametrize(
+    "losses, fields, remedy",
+    [
+        ((2.705, 5.1, 8.584), {"optimizer.learning_rate": 2}, "2 is too high. Try --learning-rate 0.0002."),
+        ((2, 3, 3, 4), {"optimizer.learning_rate": 1e-4}, "0.0001 is too high. Try --learning-rate 1e-05."),
+        (RISES, {"recipe": "pretrain", "optimizer.learning_rate": 1}, "Try --learning-rate 0.003."),
+        (RISES, {"train": "all", "optimizer.learning_rate": 1}, f"Try --learning-rate {ALL_RATE:g}."),
+        (RISES, {}, "Lower --learning-rate."),
+    ],
+)
+@pytest.mark.parametrize("reason", ["done", "interrupted"])
+def test_a_rate_that_ruins_a_run_is_named_and_not_the_epochs(losses, fields, remedy, reason, tmp_path):
+    end = {**END, "step": len(losses), "reason": reason}
+    events = [START, DATA, RECEIPT, TEACHES_LITTLE, *train(*losses), end]
+    said = verdict(read_run(made(tmp_path, events, {"recipe": "sft", **fields})))
+    assert " The training loss rose by " in said and said.endswith(remedy)
+    assert "was trained on" in said and "epochs" not in said
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        train(2, 2.1, 2.15),  # less than a tenth, in three steps
+        train(*[2, 3, 1, 2, 3] * 8, 3),  # within the spread
+        [*train(0.1, 0.2, 0.3), {"kind": "rollout", "step": 1, "groups": 1}],  # a policy's loss
+        [*train(2, 3, 4), *evals(loss=(3.0, 1.5))],  # the held-out loss fell
+    ],
+)
+def test_control_arm_of_a_loss_that_did_not_clearly_rise_no_rate_is_named(events, tmp_path):
+    config = {"recipe": "sft", "optimizer.learning_rate": 2}
+    said = verdict(read_run(made(tmp_path, [START, DATA, RECEIPT, *events, END], config)))
+    assert "rose" not in said
 
 
 @pytest.mark.parametrize("change, proven", [(-1.5, True), (-0.001, False)])
