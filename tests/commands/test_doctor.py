@@ -110,7 +110,7 @@ def test_a_run_folder_with_other_files_is_said_before_the_run(name, level, sandb
     assert ("holds other files (notes.txt)" in found.line) == (level == "run fault")
 
 
-@pytest.mark.parametrize("toml, warned", [("", "3 steps"), ("epochs = 40", ""), ("steps = 3", "")])
+@pytest.mark.parametrize("toml, warned", [("", "few steps: 3 of"), ("epochs = 40", ""), ("steps = 3", "")])
 def test_few_steps_are_said_as_a_run_says_them(toml, warned, sandbox, tmp_path):
     (tmp_path / "run.toml").write_text(toml)
     given = {"config": tmp_path / "run.toml", "data": sandbox.rows()}

@@ -348,7 +348,7 @@ def test_rows_that_were_held_out_are_not_learnt(fraction, trained, tmp_path):
 @pytest.mark.parametrize("steps, learnt", [(8, False), (9, True)])
 def test_of_too_few_steps_no_run_learns_and_the_remedy_is_said(steps, learnt, tmp_path):
     """Control arm: the warning is of a start with fewer steps than the run made, after --save.allow-changed."""
-    few = "only 8 steps of 4,096 tokens (3 epochs of this data), too few to learn much: --epochs 40, or --tok"
+    few = "few steps: 8 of 4,096 tokens; each row is seen 3 times: --epochs 40"
     warned = {"kind": "warning", "step": 0, "message": few}
     losses, end = [*[3] * 2, *[2] * (steps - 4), *[1] * 2], {**END, "step": steps}
     seen = [*train(*losses), *answers(("a", "b"))]
@@ -398,7 +398,7 @@ def test_control_arm_of_a_loss_that_did_not_clearly_rise_no_rate_is_named(events
 @pytest.mark.parametrize("change, proven", [(-1.5, True), (-0.001, False)])
 def test_a_held_out_loss_that_fell_is_not_called_too_few_steps(change, proven, tmp_path):
     """Control arm: a change within its error, of which the warning is said as before."""
-    few = "only 8 steps of 4,096 tokens (3 epochs of this data), too few to learn much: --epochs 40, or --tok"
+    few = "only 8 steps of 4,096 tokens (3 epochs of this data), too few to learn much: --epochs 40"  # before 0.2
     warned = {"kind": "warning", "step": 0, "message": few}
     measured = evals(loss=(3.0, 3.0 + change))
     events = [START, DATA, RECEIPT, warned, *train(3, 3, 2, 2, 2, 2, 1, 1), *measured, {**END, "step": 8}]
@@ -407,16 +407,25 @@ def test_a_held_out_loss_that_fell_is_not_called_too_few_steps(change, proven, t
 
 
 def test_the_warning_that_the_verdict_knows_is_the_one_that_a_run_emits():
-    from unfreeze.config.tables import Training
     from unfreeze.job.data import few_steps
-    from unfreeze.report.events import TEACH_LITTLE
+    from unfreeze.report.events import FEW_STEPS
 
-    words, remedy = few_steps(Training(epochs=3), 3, 1)
-    assert TEACH_LITTLE in words and "only 3 steps of" in words
-    # no number of tokens: an eighth gave nine steps of forty rows, and cut rows that are longer
-    assert remedy == "--epochs 40, or fewer --tokens-per-step"
+    def few(kind=sft.Config, epochs=3, **fields):
+        fields = {"model": "tiny-k2", "data": {"files": ("chat.jsonl",)}, **fields}
+        return kind.model_validate({**fields, "training": {"epochs": epochs}})
+
+    words, remedy = few_steps(few(), 3, 1)
+    assert words == f"{FEW_STEPS}3 of 4,096 tokens; each row is seen 3 times"
+    assert remedy == "unfreeze init tiny-k2 chat.jsonl fits them to the data, or --epochs 40"
+    assert len(f"{words}: {remedy}") <= 140
     # one step is 0.01 epochs as asked, but a third of one in truth
-    assert few_steps(Training(epochs=0.01), 1, 3)[1].startswith("--epochs 14, or ")
+    words, remedy = few_steps(few(epochs=0.01), 1, 3)
+    assert words.endswith("; 1% of the rows are seen once") and remedy.endswith(", or --epochs 14")
+    two = {"files": ("a.jsonl", "b.jsonl")}
+    assert few_steps(few(data=two), 3, 1)[1].startswith("unfreeze init MODEL DATA fits")
+    # init writes files for adapters of sft; no number of tokens: an eighth gave nine steps of forty rows
+    for other in (few(pretrain.Config), few(train="all", lora=None)):
+        assert few_steps(other, 3, 1)[1] == "--epochs 40, or fewer --tokens-per-step"
 
 
 def test_shares_that_a_reward_never_reaches_are_left_out(tmp_path: Path):

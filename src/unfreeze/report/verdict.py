@@ -19,6 +19,7 @@ from unfreeze.core.errors import UserError
 from unfreeze.core.schema import DataEvent, RolloutEvent
 from unfreeze.core.units import format_count, format_seconds, plural
 from unfreeze.report.events import (
+    FEW_STEPS,
     TEACH_LITTLE,
     evals_of,
     last,
@@ -142,11 +143,11 @@ def _files(run: RunFolder) -> str:
 
 
 def _too_few(run: RunFolder) -> str:
-    """' Too few steps to learn much: --epochs 40.' if the run warned of too few steps; else ""."""
-    steps = f"only {run.steps_done} step"
+    """' Too few steps to learn much: --epochs 40.' if the run warned of few steps and made no more."""
+    now, before = f"{FEW_STEPS}{run.steps_done} of", f"only {run.steps_done} step"
     for _, words in warnings(run.events):
-        if TEACH_LITTLE in words and steps in words:
-            return f" Too few steps to learn much: {words.partition(': ')[2].partition(', or')[0]}."
+        if words.startswith(now) or (TEACH_LITTLE in words and before in words):
+            return f" Too few steps to learn much: {words.removeprefix(FEW_STEPS).partition(': ')[2]}."
     return ""
 
 

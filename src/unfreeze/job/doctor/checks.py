@@ -361,7 +361,7 @@ def check_steps(subject: Subject) -> Iterator[Finding]:
         yield Finding("steps", *_steps_of_prompts(subject))
         return
     training, (steps, in_one) = subject.config.training, steps_of(subject.config, subject.dataset.examples)
-    few, remedy = few_steps(training, steps, in_one)
+    few, remedy = few_steps(subject.config, steps, in_one)
     parts = subject.config.memory.micro_batches
     counts = ", ".join(map(str, sharers(parts)))
     shared = f" in {parts} micro-batches; possible numbers of processes: {counts}" if parts > 1 else ""
