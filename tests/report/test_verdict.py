@@ -16,7 +16,7 @@ from unfreeze.config.sft import ALL_RATE
 from unfreeze.job.end.folder import write_resolved
 from unfreeze.recipes import pretrain, sft
 from unfreeze.report.learnt import change
-from unfreeze.report.run import read_run
+from unfreeze.report.run import facts, read_run
 from unfreeze.report.verdict import (
     UNITS,
     evaluation_note,
@@ -331,6 +331,17 @@ def test_versions_and_machine_are_recorded_and_shown(tmp_path: Path):
     assert rows["Machine"] == "Some CPU: 2 cores, 3.0 GiB" and rows["Device"] == "cpu" and "System" in rows
     assert rows["Versions"].startswith("python 3.") and ", torch 2." in rows["Versions"]
     assert given(config) == ["model", "data.files", "out"]
+
+
+def test_the_loss_of_four_steps_is_named_as_a_mean_and_the_summarys_as_two_steps(tmp_path: Path):
+    """One can rise where the other falls. Control arm: two steps of eight are a quarter."""
+    run = read_run(
+        made(tmp_path / "4", [START, DATA, *train(2.9, 2.3, 3.2, 2.1), END | {"reason": "interrupted"}])
+    )
+    assert "training loss 2.600 → 2.650 (mean of the first and the last 2 steps; no rows" in verdict(run)
+    assert dict(facts(run))["Loss"] == "2.900 → 2.100; first and last step"
+    run = read_run(made(tmp_path / "8", [START, DATA, *FEW, END]))
+    assert QUARTERS in verdict(run)
 
 
 def test_without_a_config_there_is_no_command(tmp_path: Path):

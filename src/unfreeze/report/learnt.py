@@ -251,8 +251,9 @@ def training(run: RunFolder) -> Fall | None:
     if "margin" in events[0]:
         weights = [1.0] * len(losses)  # a mean over pairs
     parts = _epochs(run, events)
-    of = "mean of the first and the last epoch" if parts else "mean of the first and the last quarter"
     first, final = parts or (max(2, len(losses) // 4),) * 2
+    part = "epoch" if parts else "quarter"
+    of = f"mean of the first and the last {part if parts or len(losses) >= 8 else f'{first} steps'}"
     (before, before_error), (after, after_error) = (
         _mean(losses[part], weights[part]) for part in (slice(None, first), slice(-final, None))
     )
