@@ -46,6 +46,11 @@ def free_name(folder: Path) -> Path:
     return free
 
 
+def out_free(folder: Path) -> str:
+    """'--out runs/mine-2', the flag for a run beside the one in `folder`."""
+    return f"--out {shlex.quote(str(free_name(folder)))}"
+
+
 def _new_inside(folder: Path) -> str:
     return shlex.quote(str(free_name(folder / "run")))
 
