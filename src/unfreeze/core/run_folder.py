@@ -26,14 +26,14 @@ def refuse_other_files(folder: Path) -> None:
     if (folder / "config.json").is_file():
         raise ConfigError(
             f"{folder} holds a model, and a run needs a folder of its own",
-            next=f"give another folder with --out, such as {_new_inside(folder)}",
+            next=f"give another folder with --out, such as {free_folder(folder / 'run')}",
         )
     others = sorted(path.name for path in folder.iterdir() if _counts(path))
     if others:
         more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
         raise ConfigError(
             f"{folder} holds other files ({', '.join(others[:NAMED])}{more}) and is not a run",
-            next=f"--out {_new_inside(folder)}, or another name",
+            next=f"--out {free_folder(folder / 'run')}, or another name",
         )
 
 
@@ -46,13 +46,9 @@ def free_name(folder: Path) -> Path:
     return free
 
 
-def out_free(folder: Path) -> str:
-    """'--out runs/mine-2', the flag for a run beside the one in `folder`."""
-    return f"--out {shlex.quote(str(free_name(folder)))}"
-
-
-def _new_inside(folder: Path) -> str:
-    return shlex.quote(str(free_name(folder / "run")))
+def free_folder(folder: Path) -> str:
+    """free_name() as a word of a command."""
+    return shlex.quote(str(free_name(folder)))
 
 
 def _counts(path: Path) -> bool:

@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 
 from unfreeze.core.errors import CheckpointError, ConfigError, UserError
 from unfreeze.core.events import Event, EventLog, truncate_after
-from unfreeze.core.run_folder import out_free
+from unfreeze.core.run_folder import free_folder
 from unfreeze.core.units import plural
 from unfreeze.untrusted.json_object import read_object
 
@@ -149,7 +149,7 @@ class Run:
             f"{len(refused)} {'field differs' if len(refused) == 1 else 'fields differ'} (saved -> now): "
             + "; ".join(changes[field] for field in refused)
             + never,
-            next=f"{out_free(self.path)} for a new run{resume}{allow}",
+            next=f"--out {free_folder(self.path)} for a new run{resume}{allow}",
         )
 
     def allowing(self, *fields: str) -> str:

@@ -27,7 +27,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import FULL, ConfigError, ProcessGone
 from unfreeze.core.events import RESOLVED
-from unfreeze.core.run_folder import out_free, refuse_other_files
+from unfreeze.core.run_folder import free_folder, refuse_other_files
 from unfreeze.core.schema import StartEvent, TrainEvent
 from unfreeze.core.torchrun import started
 from unfreeze.job.end.resume import FIXED, allowed, refuse_other_version
@@ -114,7 +114,7 @@ def refuse_other_recipe(folder: Path, recipe: str) -> None:
     if began != recipe:
         raise ConfigError(
             f"{folder} is a run of unfreeze {began}, and this is unfreeze {recipe}",
-            next=f"{out_free(folder)}; to continue its adapter, add --adapter {folder}",
+            next=f"--out {free_folder(folder)}; to continue its adapter, add --adapter {folder}",
         )
 
 
@@ -232,7 +232,7 @@ def refuse_other_data(data: Data, folder: Run) -> None:
         raise ConfigError(
             f"{folder.path} is finished, but {', '.join(changed)} has changed since: the run was not"
             " trained on the new contents",
-            next=out_free(folder.path),
+            next=f"--out {free_folder(folder.path)}",
         )
 
 
