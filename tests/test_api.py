@@ -287,17 +287,17 @@ def test_data_that_make_few_steps_are_said(tmp_path, chat_rows):
     few = {**FIELDS, "validation_fraction": 0.0} | {"steps": None, "epochs": 0.5}
     run = unfreeze.sft(model=TINY_K2, data=chat_rows, out=tmp_path / "few", quiet=True, **few)
     warnings = [event["message"] for event in run.events if event["kind"] == "warning"]
-    (warning,) = [message for message in warnings if "only 1 step of" in message]
+    (warning,) = [message for message in warnings if "few steps: 1 of" in message]
     assert (
-        "only 1 step of 256 tokens (0.5 epochs of this data), too few to learn much: --epochs 20, or"
-        in warning
+        "few steps: 1 of 256 tokens; 50% of the rows are seen once: unfreeze init " in warning
+        and warning.endswith(", or --epochs 20")
     )
     asked = unfreeze.sft(
         model=TINY_K2, data=chat_rows, out=tmp_path / "asked", quiet=True, **few | {"steps": 1}
     )
     # control arm: a number that was asked for
     warnings = [event["message"] for event in asked.events if event["kind"] == "warning"]
-    assert not [message for message in warnings if "too few" in message]
+    assert not [message for message in warnings if "few steps" in message]
 
 
 def test_the_package_lists_its_public_nouns_alone():

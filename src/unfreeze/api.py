@@ -27,6 +27,7 @@ from unfreeze.config.python import in_python
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, DataError, UserError
+from unfreeze.core.run_folder import refuse_other_files
 from unfreeze.core.schema import Event, GroupReceipt, TrainEvent
 from unfreeze.job import job
 from unfreeze.job.end.folder import SAME_CALL
@@ -238,6 +239,7 @@ def _code_file(
         name = f"{field}-{hashlib.sha256(text).hexdigest()[:8]}.py"
         built = _config(rewarding.Config, {**fields, field: name}, "grpo", file)
         path = built.run_dir / name
+        refuse_other_files(built.run_dir)
         with writing(built.run_dir, "out"):
             built.run_dir.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text)
@@ -460,6 +462,7 @@ def _config(kind: type[C], fields: dict[str, Any], function: str, file: str | Pa
     name = f"rows-{hashlib.sha256(lines).hexdigest()[:8]}.jsonl"
     config = from_keywords(kind, {**fields, "data": name}, function=function, file=file)
     path = config.run_dir / name
+    refuse_other_files(config.run_dir)
     with writing(config.run_dir, "out"):
         config.run_dir.mkdir(parents=True, exist_ok=True)
         path.write_bytes(lines)

@@ -100,7 +100,17 @@ def test_a_longer_length_is_advised_where_the_model_takes_it(toml, works, sandbo
     assert f"cut at {256 if works else 512} tokens" in found.line
 
 
-@pytest.mark.parametrize("toml, warned", [("", "3 steps"), ("epochs = 40", ""), ("steps = 3", "")])
+@pytest.mark.parametrize("name, level", [("notes.txt", "run fault"), ("events.jsonl", "run ok")])
+def test_a_run_folder_with_other_files_is_said_before_the_run(name, level, sandbox, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / name).write_text("hi")
+    (tmp_path / "run.toml").write_text(f'out = "{tmp_path / "full"}"')
+    given = {"config": tmp_path / "run.toml", "data": sandbox.rows()}
+    found = findings(model=sandbox.checkpoint("llama"), **given)[level]
+    assert ("holds other files (notes.txt)" in found.line) == (level == "run fault")
+
+
+@pytest.mark.parametrize("toml, warned", [("", "few steps: 3 of"), ("epochs = 40", ""), ("steps = 3", "")])
 def test_few_steps_are_said_as_a_run_says_them(toml, warned, sandbox, tmp_path):
     (tmp_path / "run.toml").write_text(toml)
     given = {"config": tmp_path / "run.toml", "data": sandbox.rows()}

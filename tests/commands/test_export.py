@@ -4,6 +4,7 @@ ours."""
 import errno
 import json
 import os
+import shlex
 import shutil
 import warnings
 
@@ -122,17 +123,20 @@ def test_quiet_does_not_hide_what_the_reader_leaves_out(run_dir, tmp_path, capsy
     assert not capsys.readouterr().err
 
 
-def test_a_run_that_names_the_export_says_what_it_leaves_out_and_what_avoids_that(run_dir):
+def test_a_runs_end_names_an_export_that_applies_all_and_the_plan_says_what_vllm_leaves_out(run_dir):
+    """A note on vLLM in a run's last lines reads like an error; export --for vllm says it (above)."""
     manifest = open_checkpoint(TINY_K2)
     model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
     reader, note = export_hint(LoraConfig(), manifest, model)
-    assert reader == "vllm" and note.startswith("vllm does not apply kv_b_proj; ")
-    assert note in " ".join(next_command(run_dir, {"finished": True}, "", True).split())
+    assert reader == "peft" and note.startswith("vllm does not apply kv_b_proj; ")
+    name = shlex.quote(str(run_dir))
+    line = f"next: unfreeze chat {name}    unfreeze export {name} --for peft"
+    assert next_command(run_dir, {"finished": True}, "", True) == line
+    assert any(note in text for text in json.loads((run_dir / "plan.json").read_text())["lines"])
     others = tuple(note.partition("--lora.targets ")[2].split())
-    # control arm: nothing is said of these, of no adapters, and of a run's line without the export
+    # control arm: nothing is left out of these, and of no adapters
     for lora in (LoraConfig(targets=others), None):
         assert export_hint(lora, manifest, model) == ("vllm", "")
-    assert "kv_b_proj" not in next_command(run_dir, {"finished": True}, "", False)
 
 
 def test_two_readers_at_once_are_refused(run_dir, capsys):

@@ -147,8 +147,8 @@ def test_a_changed_field_is_refused_with_the_flag_that_would_allow_it(
             " now): optimizer.learning_rate: 0.0002 -> 0.001"
         ),
         (
-            "  next: run with the saved values to resume, or give another folder with --out, or add"
-            " --save.allow-changed optimizer.learning_rate"
+            f"  next: --out {run}-2 for a new run, or the saved values to resume, or"
+            " --save.allow-changed optimizer.learning_rate to go on here"
         ),
     ]
 
@@ -160,7 +160,7 @@ def test_a_flag_that_is_given_once_is_named_with_the_fields_that_it_has(
     code, run = again(interrupted, tmp_path, *changed, "--save.allow-changed", "steps")
     said = capsys.readouterr().err
     assert code == 2 and said.rstrip().endswith(
-        "or add --save.allow-changed training.steps optimizer.learning_rate"
+        "or --save.allow-changed training.steps optimizer.learning_rate to go on here"
     )
     at = interrupted.index("--out") + 1
     flags = ["--save.allow-changed", "training.steps", "optimizer.learning_rate"]  # as it says
@@ -254,6 +254,29 @@ def test_epochs_are_those_of_the_data_trained_on_in_every_session(
     assert [event["epoch"] for event in train] == pytest.approx([(i + 1) / of_one for i in range(len(train))])
     said = capsys.readouterr().err
     assert "epoch 2.0  loss" in said and "epoch 5.0  loss" in said
+
+
+def test_of_a_finished_run_a_new_folder_is_the_next_command_and_it_works(
+    tmp_path: Path, chat_rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The default folder, tried again with other flags. To allow them would change nothing but the record."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(chat_rows, "chat.jsonl")
+    command = ["sft", "--quiet", "--model", str(TINY_K2), "--data", "chat.jsonl", "--device", "cpu"]
+    command += ["--tokens-per-step", "128", "--watch.samples", "0", "--lora.rank", "1", "--threads", "1"]
+    assert cli.main([*command, "--steps", "2"]) == 0
+    capsys.readouterr()
+    for flags in (["--steps", "2", "--learning-rate", "0.001"], ["--steps", "1"]):
+        assert cli.main([*command, *flags]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said == "  next: --out runs/tiny-k2-chat-2 for a new run"
+    assert cli.main([*command, *flags, *said.split()[1:3]]) == 0
+    # control arm: more steps can go on in the folder, and the next free name is another
+    assert cli.main([*command, "--steps", "3"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    allowed = "--save.allow-changed training.steps"
+    assert said == f"  next: --out runs/tiny-k2-chat-3 for a new run, or {allowed} to go on here"
+    assert cli.main([*command, "--steps", "3", *allowed.split()]) == 0
 
 
 def test_a_fixed_field_is_refused_with_its_reason(

@@ -34,10 +34,10 @@ def made(folder: Path, *more: dict) -> Path:
 def test_facts(tmp_path: Path):
     run = read_run(made(tmp_path))
     assert dict(facts(run)) == {
-        "Loss": "3.000 → 1.000",
+        "Loss": "3.000 → 1.000; first and last step",
         "Steps": "3",
         "Time": "2 min 00 s; steps 6.0 s, other 1 min 54 s",
-        "Tokens per second": "500",
+        "Tokens per second": "500; without compiling",
         "Peak memory": "2.0 MiB",
         "Tokens": "3 K",
         "Supervised tokens": "750; 25% of all",

@@ -12,10 +12,11 @@ import pytest
 
 from unfreeze.config.names import flat, given
 from unfreeze.config.parse import parse
+from unfreeze.config.sft import ALL_RATE
 from unfreeze.job.end.folder import write_resolved
 from unfreeze.recipes import pretrain, sft
 from unfreeze.report.learnt import change
-from unfreeze.report.run import read_run
+from unfreeze.report.run import facts, read_run
 from unfreeze.report.verdict import (
     UNITS,
     evaluation_note,
@@ -51,6 +52,7 @@ def train(*losses: float) -> list[dict[str, Any]]:
 
 FEW = train(3, 3, 2, 2, 2, 2, 1, 1)
 FALLS = train(*[3] * 10, *[2] * 20, *[1] * 10)
+ROSE = "The training loss rose by 2.000. Lower --learning-rate."
 QUARTERS = " (mean of the first and the last quarter; no rows were held out)"
 
 
@@ -94,7 +96,7 @@ SAID = [
         " tell: add --validation-fraction 0.1.",
     ),
     ([*FEW, *answers(("a", "a"), ("b", "c")), END], LEARNT + f"training loss 3.000 → 1.000{QUARTERS}."),
-    ([*train(1, 1, 2, 2, 2, 2, 3, 3), END], TRAINED + "training loss 1.000 → 3.000" + QUARTERS + "."),
+    ([*train(1, 1, 2, 2, 2, 2, 3, 3), END], TRAINED + f"training loss 1.000 → 3.000{QUARTERS}. {ROSE}"),
     ([*train(3, 2, 1), END], TRAINED + "loss 3.000 → 1.000."),  # a step is no mean
     (
         [*FALLS, *answers(("a", "a"), ("b", "b")), END],
@@ -331,6 +333,17 @@ def test_versions_and_machine_are_recorded_and_shown(tmp_path: Path):
     assert given(config) == ["model", "data.files", "out"]
 
 
+def test_the_loss_of_four_steps_is_named_as_a_mean_and_the_summarys_as_two_steps(tmp_path: Path):
+    """One can rise where the other falls. Control arm: two steps of eight are a quarter."""
+    run = read_run(
+        made(tmp_path / "4", [START, DATA, *train(2.9, 2.3, 3.2, 2.1), END | {"reason": "interrupted"}])
+    )
+    assert "training loss 2.600 → 2.650 (mean of the first and the last 2 steps; no rows" in verdict(run)
+    assert dict(facts(run))["Loss"] == "2.900 → 2.100; first and last step"
+    run = read_run(made(tmp_path / "8", [START, DATA, *FEW, END]))
+    assert QUARTERS in verdict(run)
+
+
 def test_without_a_config_there_is_no_command(tmp_path: Path):
     run = read_run(made(tmp_path, train(1.0)))
     assert rerun_command(run) == "" and machine_rows(run) == []
@@ -346,7 +359,7 @@ def test_rows_that_were_held_out_are_not_learnt(fraction, trained, tmp_path):
 @pytest.mark.parametrize("steps, learnt", [(8, False), (9, True)])
 def test_of_too_few_steps_no_run_learns_and_the_remedy_is_said(steps, learnt, tmp_path):
     """Control arm: the warning is of a start with fewer steps than the run made, after --save.allow-changed."""
-    few = "only 8 steps of 4,096 tokens (3 epochs of this data), too few to learn much: --epochs 40, or --tok"
+    few = "few steps: 8 of 4,096 tokens; each row is seen 3 times: --epochs 40"
     warned = {"kind": "warning", "step": 0, "message": few}
     losses, end = [*[3] * 2, *[2] * (steps - 4), *[1] * 2], {**END, "step": steps}
     seen = [*train(*losses), *answers(("a", "b"))]
@@ -355,10 +368,48 @@ def test_of_too_few_steps_no_run_learns_and_the_remedy_is_said(steps, learnt, tm
     assert ("was trained on" in said) != learnt and ("learnt" in said) == learnt
 
 
+TEACHES_LITTLE = {"kind": "warning", "step": 0, "message": "few steps: 3 of 4,096 tokens: --epochs 40"}
+RISES = [*[2] * 10, *[2.2] * 30]
+
+
+@pytest.mark.parametrize(
+    "losses, fields, remedy",
+    [
+        ((2.705, 5.1, 8.584), {"optimizer.learning_rate": 2}, "2 is too high. Try --learning-rate 0.0002."),
+        ((2, 3, 3, 4), {"optimizer.learning_rate": 1e-4}, "0.0001 is too high. Try --learning-rate 1e-05."),
+        (RISES, {"recipe": "pretrain", "optimizer.learning_rate": 1}, "Try --learning-rate 0.003."),
+        (RISES, {"train": "all", "optimizer.learning_rate": 1}, f"Try --learning-rate {ALL_RATE:g}."),
+        (RISES, {}, "Lower --learning-rate."),
+    ],
+)
+@pytest.mark.parametrize("reason", ["done", "interrupted"])
+def test_a_rate_that_ruins_a_run_is_named_and_not_the_epochs(losses, fields, remedy, reason, tmp_path):
+    end = {**END, "step": len(losses), "reason": reason}
+    events = [START, DATA, RECEIPT, TEACHES_LITTLE, *train(*losses), end]
+    said = verdict(read_run(made(tmp_path, events, {"recipe": "sft", **fields})))
+    assert " The training loss rose by " in said and said.endswith(remedy)
+    assert "was trained on" in said and "epochs" not in said
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        train(2, 2.1, 2.15),  # less than a tenth, in three steps
+        train(*[2, 3, 1, 2, 3] * 8, 3),  # within the spread
+        [*train(0.1, 0.2, 0.3), {"kind": "rollout", "step": 1, "groups": 1}],  # a policy's loss
+        [*train(2, 3, 4), *evals(loss=(3.0, 1.5))],  # the held-out loss fell
+    ],
+)
+def test_control_arm_of_a_loss_that_did_not_clearly_rise_no_rate_is_named(events, tmp_path):
+    config = {"recipe": "sft", "optimizer.learning_rate": 2}
+    said = verdict(read_run(made(tmp_path, [START, DATA, RECEIPT, *events, END], config)))
+    assert "rose" not in said
+
+
 @pytest.mark.parametrize("change, proven", [(-1.5, True), (-0.001, False)])
 def test_a_held_out_loss_that_fell_is_not_called_too_few_steps(change, proven, tmp_path):
     """Control arm: a change within its error, of which the warning is said as before."""
-    few = "only 8 steps of 4,096 tokens (3 epochs of this data), too few to learn much: --epochs 40, or --tok"
+    few = "only 8 steps of 4,096 tokens (3 epochs of this data), too few to learn much: --epochs 40"  # before 0.2
     warned = {"kind": "warning", "step": 0, "message": few}
     measured = evals(loss=(3.0, 3.0 + change))
     events = [START, DATA, RECEIPT, warned, *train(3, 3, 2, 2, 2, 2, 1, 1), *measured, {**END, "step": 8}]
@@ -367,16 +418,25 @@ def test_a_held_out_loss_that_fell_is_not_called_too_few_steps(change, proven, t
 
 
 def test_the_warning_that_the_verdict_knows_is_the_one_that_a_run_emits():
-    from unfreeze.config.tables import Training
     from unfreeze.job.data import few_steps
-    from unfreeze.report.events import TEACH_LITTLE
+    from unfreeze.report.events import FEW_STEPS
 
-    words, remedy = few_steps(Training(epochs=3), 3, 1)
-    assert TEACH_LITTLE in words and "only 3 steps of" in words
-    # no number of tokens: an eighth gave nine steps of forty rows, and cut rows that are longer
-    assert remedy == "--epochs 40, or fewer --tokens-per-step"
+    def few(kind=sft.Config, epochs=3, **fields):
+        fields = {"model": "tiny-k2", "data": {"files": ("chat.jsonl",)}, **fields}
+        return kind.model_validate({**fields, "training": {"epochs": epochs}})
+
+    words, remedy = few_steps(few(), 3, 1)
+    assert words == f"{FEW_STEPS}3 of 4,096 tokens; each row is seen 3 times"
+    assert remedy == "unfreeze init tiny-k2 chat.jsonl fits them to the data, or --epochs 40"
+    assert len(f"{words}: {remedy}") <= 140
     # one step is 0.01 epochs as asked, but a third of one in truth
-    assert few_steps(Training(epochs=0.01), 1, 3)[1].startswith("--epochs 14, or ")
+    words, remedy = few_steps(few(epochs=0.01), 1, 3)
+    assert words.endswith("; 1% of the rows are seen once") and remedy.endswith(", or --epochs 14")
+    two = {"files": ("a.jsonl", "b.jsonl")}
+    assert few_steps(few(data=two), 3, 1)[1].startswith("unfreeze init MODEL DATA fits")
+    # init writes files for adapters of sft; no number of tokens: an eighth gave nine steps of forty rows
+    for other in (few(pretrain.Config), few(train="all", lora=None)):
+        assert few_steps(other, 3, 1)[1] == "--epochs 40, or fewer --tokens-per-step"
 
 
 def test_shares_that_a_reward_never_reaches_are_left_out(tmp_path: Path):

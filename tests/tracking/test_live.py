@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from unfreeze.report.times import speed_words
 from unfreeze.tracking.live import EncodeProgress, LiveProgress, LoadProgress, rollout_words
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
@@ -46,9 +47,25 @@ def test_plain_lines_first_last_and_every_five_seconds():
             progress(train(step))
     assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1/12", "6/12", "11/12", "12/12"]
     # no forecast from a step that compiles
-    assert out.getvalue().splitlines()[0] == "step 1/12  loss 1.500  500 tokens/s  1.0 GiB"
+    assert out.getvalue().splitlines()[0] == "step 1/12  loss 1.500  500 tokens/s with compiling  1.0 GiB"
     assert out.getvalue().splitlines()[1] == "step 6/12  loss 1.500  6.0 s left  500 tokens/s  1.0 GiB"
     assert "\x1b" not in out.getvalue()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 12])
+def test_the_speed_of_the_last_step_is_the_one_of_the_summary(steps):
+    """The first step compiles, for nine seconds. Control arm: its line says so, as the summary of two does."""
+    out, events = io.StringIO(), [{"kind": "start", "step": 0, "time": 100.0}]
+    events += [train(step, 10.0 if step == 1 else 1.0) for step in range(1, steps + 1)]
+    with LiveProgress(steps, stream=out) as progress:
+        for event in events:
+            progress(event)
+    first, *_, last = [*out.getvalue().splitlines(), out.getvalue().splitlines()[-1]]
+    speed, words = speed_words(events).split("; ")
+    assert first.endswith("50 tokens/s with compiling  1.0 GiB")
+    assert f"  {speed} tokens/s" in last and (" with compiling" in last) == (words == "with compiling")
+    assert words == ("without compiling" if steps > 2 else "with compiling")
+    assert speed == {1: "50", 2: "91"}.get(steps, "500")
 
 
 def test_quiet_prints_nothing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -13,15 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
+from unfreeze.config import sft
 from unfreeze.config.recipes import read_resolved
 from unfreeze.config.tables import Data, Optimizer, Training
 from unfreeze.config.template import template_time, template_values
 from unfreeze.config.training import TrainingConfig
+from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.core.units import plural
 from unfreeze.job.opening.processes import others
 from unfreeze.job.opening.streaming import MANY_ROWS, Followed, in_windows, shared
-from unfreeze.report.events import AT_LEAST, ENOUGH_STEPS, LEAKED, TEACH_LITTLE
+from unfreeze.report.events import AT_LEAST, ENOUGH_STEPS, FEW_STEPS, LEAKED
 from unfreeze.tracking.live import EncodeProgress
 
 if TYPE_CHECKING:
@@ -377,19 +379,36 @@ def steps_of(config: TrainingConfig, examples: Sequence[Example]) -> tuple[int, 
     return num_steps(config.training, batches), batches.len_steps(1)
 
 
-def few_steps(training: Training, steps: int, in_one: int | None) -> tuple[str, str]:
+def few_steps(config: TrainingConfig, steps: int, in_one: int | None) -> tuple[str, str]:
     """Return (warning, remedy) if the epochs give fewer than ENOUGH_STEPS, else two empty texts.
 
+    The warning is a forecast: a run can learn in few steps all the same.
     in_one: steps of one epoch. A part of an epoch still ends in a whole step, so `steps` does not tell.
     """
+    training = config.training
     if training.steps is not None or steps >= ENOUGH_STEPS:
         return "", ""
+    often = f"each row is seen {training.epochs:g} times"
+    if training.epochs <= 1:
+        often = f"{training.epochs:.0%} of the rows are seen once"
+    epochs = f"--epochs {math.ceil(ENOUGH_STEPS / (in_one or steps / training.epochs))}"
     return (
-        f"only {plural(steps, 'step')} of {training.tokens_per_step:,} tokens"
-        f" ({training.epochs:g} epochs of this data), {TEACH_LITTLE}",
-        f"--epochs {math.ceil(ENOUGH_STEPS / (in_one or steps / training.epochs))}, or fewer"
-        " --tokens-per-step",
+        f"{FEW_STEPS}{steps} of {training.tokens_per_step:,} tokens; {often}",
+        f"{init} fits them to the data, or {epochs}"
+        if (init := _init_of(config))
+        else f"{epochs}, or fewer --tokens-per-step",
     )
+
+
+def _init_of(config: TrainingConfig) -> str:
+    """'unfreeze init MODEL DATA' for a run that it writes files for, else ""."""
+    if type(config) is not sft.Config or config.train == "all" or config.adapter:
+        return ""
+    files, model = config.data.written.files, Path(config.model)
+    if len(files) != 1 or config.data.columns:
+        return "unfreeze init MODEL DATA"
+    names = [model.name if model == TINY_K2 else str(model), files[0]]
+    return shlex.join(["unfreeze", "init", *(name.removeprefix(f"{Path.cwd()}/") for name in names)])
 
 
 def both_given(training: Training) -> str:

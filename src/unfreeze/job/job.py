@@ -18,6 +18,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.garbage import take_up
+from unfreeze.core.run_folder import refuse_other_files
 from unfreeze.core.torchrun import started
 from unfreeze.job.data import describer
 from unfreeze.job.end.folder import live, refuse_other_data
@@ -64,6 +65,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
     -> the run's result, from `finish`.
     """
     # refuse early: without torch, before creating a folder
+    refuse_other_files(config.run_dir)
     refuse_uneven(config)
     manifest = alone(config, parts, common)
 

@@ -19,6 +19,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.closing import Closing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.run_folder import refuse_other_files
 from unfreeze.job.end.folder import SAME_CALL, live
 from unfreeze.job.end.result import finish
 from unfreeze.job.job import Job, is_written, open_job, target_of
@@ -43,6 +44,7 @@ class Loop(Closing):
     """
 
     def __init__(self, config: TrainingConfig, parts: Parts, common: Common):
+        refuse_other_files(config.run_dir)
         refuse_uneven(config)
         begun = alone(config, parts, common)
 

@@ -266,7 +266,7 @@ def begun(setup: Setup, rows: EncodedData, plan: Plan, at: Placed) -> tuple[Sour
     training = config.training
     source = parts.source(setup, rows, at, folder.cursor)
     steps = num_steps(training, source)
-    if folder.step == 0 and (few := few_steps(training, steps, source.len_steps(1)))[0]:
+    if folder.step == 0 and (few := few_steps(config, steps, source.len_steps(1)))[0]:
         folder.events.emit("warning", 0, message=": ".join(few))
     if folder.step == 0 and (both := both_given(training)):
         folder.events.emit("warning", 0, message=both)

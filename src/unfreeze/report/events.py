@@ -23,7 +23,8 @@ COLUMNS = 80  # terminal width
 
 LEAKED = "validation documents are also in the training data"  # end of the warning "3 of 20 …" in job/data.py
 AT_LEAST = "at least, of the rows read so far: "  # start of that warning if rows are read in windows
-TEACH_LITTLE = "too few to learn much"  # part of the warning about too few steps in job/data.py
+FEW_STEPS = "few steps: "  # start of the warning in job/data.py, which ends with ": " and the remedy
+TEACH_LITTLE = "too few to learn much"  # part of that warning in runs of earlier versions
 ENOUGH_STEPS = 40
 """A run with fewer steps by epochs gets a warning, and does not count as "learnt" by its training loss alone.
 `unfreeze init` proposes enough epochs for this many. On 30 rows with sft's defaults, tiny-k2's loss falls

@@ -31,6 +31,7 @@ from unfreeze.report.events import (
 from unfreeze.report.run import RunFolder
 
 SHARE = 0.01  # of the value at step 0; a smaller change is too small to notice
+RISE = 0.1  # of the first step's loss: with few steps, a rise beyond it is no accident of their order
 NATS = 1.0  # smallest fall of log-probability that is reported: answers are e times less likely
 LEAK = 0.1
 """Share of held-out documents that are also trained on (runs of earlier versions measured these too). Above
@@ -55,12 +56,16 @@ class Evidence(NamedTuple):
 
 
 class Fall(NamedTuple):
-    """Two means. clear: True if the second is lower beyond the error. of: words on the averaged steps."""
+    """Two means. clear: True if the second is lower beyond the error; rose: if it is higher.
+
+    of: words on the averaged steps.
+    """
 
     before: float
     after: float
     clear: bool
     of: str = ""
+    rose: bool = False
 
 
 def finding(run: RunFolder) -> Evidence:
@@ -246,15 +251,30 @@ def training(run: RunFolder) -> Fall | None:
     if "margin" in events[0]:
         weights = [1.0] * len(losses)  # a mean over pairs
     parts = _epochs(run, events)
-    of = "mean of the first and the last epoch" if parts else "mean of the first and the last quarter"
     first, final = parts or (max(2, len(losses) // 4),) * 2
+    part = "epoch" if parts else "quarter"
+    of = f"mean of the first and the last {part if parts or len(losses) >= 8 else f'{first} steps'}"
     (before, before_error), (after, after_error) = (
         _mean(losses[part], weights[part]) for part in (slice(None, first), slice(-final, None))
     )
-    error = math.hypot(before_error, after_error)
-    fell = before - after
-    clear = fell > errors(first + final - 2) * error and fell >= SHARE * abs(before)
-    return Fall(before, after, clear, of)
+    bound = max(errors(first + final - 2) * math.hypot(before_error, after_error), SHARE * abs(before))
+    fell, few = before - after, len(losses) < ENOUGH_STEPS
+    rose = -fell > bound or (few and _much_higher(before, after) and _much_higher(losses[0], losses[-1]))
+    return Fall(before, after, fell > bound, of, rose)
+
+
+def risen(run: RunFolder) -> tuple[float, float] | None:
+    """(before, after) of a training loss that clearly rose, else None. A policy's loss says nothing."""
+    if of_kind(run.events, RolloutEvent):
+        return None
+    if trained := training(run):
+        return (trained.before, trained.after) if trained.rose else None
+    losses = series(run.events, "train", "loss")[1]
+    return (losses[0], losses[-1]) if losses and _much_higher(losses[0], losses[-1]) else None
+
+
+def _much_higher(before: float, after: float) -> bool:
+    return before > 0 and after > (1 + RISE) * before
 
 
 def _epochs(run: RunFolder, events: Sequence[TrainEvent]) -> tuple[int, int] | None:

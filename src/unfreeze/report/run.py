@@ -40,7 +40,7 @@ from unfreeze.report.events import E, evals_of, expert_load, last, of_kind, read
 from unfreeze.report.forecast import forecast_and_actual
 from unfreeze.report.metrics import metrics_of
 from unfreeze.report.tables import count_trained
-from unfreeze.report.times import time_words, tokens_per_second
+from unfreeze.report.times import speed_words, time_words, tokens_per_second
 from unfreeze.untrusted.json_object import read_object
 
 
@@ -171,6 +171,7 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
         if not values:
             continue
         ends = " → ".join(f"{value:.3f}" for value in [*values[:1], *values[1:][-1:]])
+        ends += "; first and last step" if values[1:] else ""
         average = sum(values) / len(values)
         mean = f"{average:.2g} on average" if 0 < abs(average) < 0.05 else f"{average:.1f} on average"
         rows.append((metric["label"], mean if metric.get("mean") else ends))
@@ -194,8 +195,8 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
         rows.append(("Time", time_words(run.events)))
     if words := forecast_and_actual(run.events):
         rows.append(("Forecast", words))
-    if run.tokens_per_second is not None:
-        rows.append(("Tokens per second", f"{run.tokens_per_second:,.0f}"))
+    if speed := speed_words(run.events):
+        rows.append(("Tokens per second", speed))
     if peaks:
         rows.append(("Peak memory", _peak_words(run, max(peaks))))
     streamed = of_kind(run.events, StreamEvent)

@@ -30,8 +30,8 @@ def seconds_by_part(events: Sequence[Event]) -> dict[str, float]:
     adapter after the last event is not included.
     """
     steps = sum(series(events, "train", "seconds")[1])
-    compiling = sum(_compiling(session) for session in _sessions(events))
-    parts = {"steps": steps - compiling, "compiling": compiling}
+    compiled = sum(_compiling(session) for session in _sessions(events))
+    parts = {"steps": steps - compiled, "compiling": compiled}
     for name, kind in PARTS.items():
         parts[name] = sum(series(events, kind, "seconds")[1])
     whole = _whole(events)
@@ -47,6 +47,15 @@ def tokens_per_second(events: Sequence[Event]) -> float | None:
     """
     seconds = seconds_by_part(events)["steps"]
     return sum(series(events, "train", "tokens")[1]) / seconds if seconds > 0 else None
+
+
+def speed_words(events: Sequence[Event]) -> str:
+    """'6,043; without compiling', or 'with' it if no session has enough steps to tell; "" without a step."""
+    speed = tokens_per_second(events)
+    if speed is None:
+        return ""
+    apart = any(len(session) >= FEW for session in _sessions(events))
+    return f"{speed:,.0f}; {'without' if apart else 'with'} compiling"
 
 
 def time_words(events: Sequence[Event]) -> str:
@@ -69,11 +78,15 @@ def _sessions(events: Sequence[Event]) -> list[list[TrainEvent]]:
     return sessions
 
 
-def _compiling(steps: Sequence[TrainEvent]) -> float:
-    seconds = [event["seconds"] for event in steps if "seconds" in event]
+def compiling(seconds: Sequence[float]) -> float:
+    """Seconds of a session's first step beyond the median of the others; 0 with fewer than FEW steps."""
     if len(seconds) < FEW:
         return 0.0
     return max(0.0, seconds[0] - statistics.median(seconds[1:]))
+
+
+def _compiling(steps: Sequence[TrainEvent]) -> float:
+    return compiling([event["seconds"] for event in steps if "seconds" in event])
 
 
 def _whole(events: Sequence[Event]) -> float | None:

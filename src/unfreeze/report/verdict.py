@@ -15,12 +15,15 @@ from tyro.conf import FlagConversionOff
 from unfreeze.config.names import fields as known_fields
 from unfreeze.config.names import short_name
 from unfreeze.config.recipes import CONFIGS
+from unfreeze.core.errors import UserError
 from unfreeze.core.schema import DataEvent, RolloutEvent
 from unfreeze.core.units import format_count, format_seconds, plural
 from unfreeze.report.events import (
+    FEW_STEPS,
     TEACH_LITTLE,
     evals_of,
     last,
+    number,
     numbers,
     of_kind,
     series,
@@ -28,11 +31,12 @@ from unfreeze.report.events import (
     unreached,
     warnings,
 )
-from unfreeze.report.learnt import finding
+from unfreeze.report.learnt import finding, risen
 from unfreeze.report.metrics import loss_unit
 from unfreeze.report.run import RunFolder, flat_fields, flatten
 from unfreeze.report.tables import ABSENT
 
+RATE = "optimizer.learning_rate"
 UNITS = {  # field of an eval event -> (name, unit): those of core/schema.py, and the demo's scores
     "loss": ("held-out loss", "nats per token"),
     "perplexity": ("held-out perplexity", "exp of the loss"),
@@ -96,16 +100,15 @@ def judged(run: RunFolder) -> tuple[str, bool]:
     measured = f": {evidence.measured}." if evidence.measured else "."
     if run.state == "done":
         proven = evidence.learnt and any("loss" in event for event in evals_of(run.events))
-        few = "" if proven else _too_few(run)  # held-out loss that fell beyond its error took enough steps
+        # held-out loss that fell beyond its error took enough steps
+        few = "" if proven else _rose(run, evidence.note) or _too_few(run)
         learnt = evidence.learnt and not what.seen and not few
         done = what.seen or f"{what.learnt if learnt else 'was trained on'} {what.all}"
         return f"{model} {done} in {time}{measured}{evidence.note}{few}", learnt
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
     stood = "interrupted" if run.state == "interrupted" else "unfinished"
-    words = (
-        f"{model} was trained on {what.all}; {stood} after step {run.steps_done:,}{of} and {time}{measured}"
-    )
-    return words, False
+    stopped = f"{stood} after step {run.steps_done:,}{of} and {time}"
+    return f"{model} was trained on {what.all}; {stopped}{measured}{_rose(run)}", False
 
 
 def subject(run: RunFolder) -> str:
@@ -140,12 +143,38 @@ def _files(run: RunFolder) -> str:
 
 
 def _too_few(run: RunFolder) -> str:
-    """' Too few steps to learn much: --epochs 40.' if the run warned of too few steps; else ""."""
-    steps = f"only {run.steps_done} step"
+    """' Too few steps to learn much: --epochs 40.' if the run warned of few steps and made no more."""
+    now, before = f"{FEW_STEPS}{run.steps_done} of", f"only {run.steps_done} step"
     for _, words in warnings(run.events):
-        if TEACH_LITTLE in words and steps in words:
-            return f" Too few steps to learn much: {words.partition(': ')[2].partition(', or')[0]}."
+        if words.startswith(now) or (TEACH_LITTLE in words and before in words):
+            return f" Too few steps to learn much: {words.removeprefix(FEW_STEPS).partition(': ')[2]}."
     return ""
+
+
+def _rose(run: RunFolder, note: str = "") -> str:
+    """' The training loss rose by 5.879: the learning rate 2 is too high. …' if it clearly rose, else "".
+
+    note: of the evidence; one that already names the rate is enough.
+    """
+    ends = risen(run)
+    if ends is None or "--learning-rate" in note:
+        return ""
+    rise, rate = f" The training loss rose by {ends[1] - ends[0]:.3f}", number(run.config.get(RATE))
+    if rate is None:
+        return f"{rise}. Lower --learning-rate."
+    usual = _usual_rate(run)
+    lower = usual if usual < rate else rate / 10
+    return f"{rise}: the learning rate {rate:g} is too high. Try --learning-rate {lower:g}."
+
+
+def _usual_rate(run: RunFolder) -> float:
+    """Default learning rate of the run's recipe, also if every weight trains."""
+    kind = CONFIGS.get(str(run.config.get("recipe")), CONFIGS["sft"])
+    usual = known_fields(kind)[RATE].info.default
+    if run.config.get("train") == "all":
+        with suppress(ValueError, UserError):  # fields that are missing here
+            usual = kind.completed({"train": "all"}).get(RATE, usual)
+    return float(usual)
 
 
 class _Data(NamedTuple):

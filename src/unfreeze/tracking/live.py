@@ -43,6 +43,7 @@ from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbe
 from unfreeze.report.forecast import forecast_words
 from unfreeze.report.run import decimal_bytes, early_words, load_words
 from unfreeze.report.tables import plan_table, receipt_table, receipt_text, receipt_verdict
+from unfreeze.report.times import FEW, compiling
 from unfreeze.tracking.console import PipeConsole
 
 RATED = 3.0  # seconds of reading before speed and time left are shown
@@ -240,10 +241,12 @@ class LiveProgress:
             self._display.line(f"step {step}/{self.total_steps}  {status}")
 
     def _status(self, event: TrainEvent) -> str:
-        tokens, seconds = (sum(column) for column in zip(*self._recent, strict=True))
+        tokens, seconds = sum(tokens for tokens, _ in self._recent), [taken for _, taken in self._recent]
+        # as in the summary: without compiling, which the first step of a process does
+        first, compiles = self._steps <= WINDOW, " with compiling" if self._steps < FEW else ""
+        trained = sum(seconds) - (compiling(seconds) if first else 0.0)
         loss, peak = event.get("loss"), event.get("peak_bytes")
-        # exclude the first step of a process, which compiles kernels, from the forecast
-        timed = [duration for _, duration in self._recent][1 if self._steps <= WINDOW else 0 :]
+        timed = seconds[1 if first else 0 :]
         left = (self.total_steps - event["step"]) * sum(timed) / len(timed) if timed else 0.0
         epoch = event.get("epoch")
         values = ((name, event.get(field)) for field, name in self._beside.items())
@@ -254,7 +257,7 @@ class LiveProgress:
             f"loss {loss:.3f}" if loss is not None else "loss not finite",
             *(f"{name} {value:.3f}" for name, value in beside),
             f"{format_seconds(left)} left" if left > 0 else "",
-            f"{tokens / seconds:,.0f} tokens/s" if seconds > 0 else "",
+            f"{tokens / trained:,.0f} tokens/s{compiles}" if trained > 0 else "",
             format_bytes(peak) if peak is not None else "",
         ]
         return "  ".join(part for part in parts if part)

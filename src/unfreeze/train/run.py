@@ -22,6 +22,7 @@ from typing import IO, Any, cast
 
 from unfreeze.core.errors import CheckpointError, ConfigError, UserError
 from unfreeze.core.events import Event, EventLog, truncate_after
+from unfreeze.core.run_folder import free_folder
 from unfreeze.core.units import plural
 from unfreeze.untrusted.json_object import read_object
 
@@ -115,15 +116,19 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        if self.saved is None or self.changed:
+        return self._ended and not self.changed
+
+    @property
+    def _ended(self) -> bool:
+        """True if the save is of a run's last step, as it was planned then."""
+        if self.saved is None:
             return False
         return bool(self.saved.get("ended")) or self.step >= int(self.saved["schedule"]["steps"])
 
     def refuse_changes(self, saved: Any, now: Any, prefix: str = "") -> None:
         """Raise ConfigError with every changed field that is fixed or not named by allow_changed."""
-        changes = {
-            field: f"{field}: {old} -> {new}" for field, old, new in changed_fields(saved, now, prefix)
-        }
+        differ = changed_fields(saved, now, prefix)
+        changes = {field: f"{field}: {old} -> {new}" for field, old, new in differ}
         fixed = {field: reason for field in changes if (reason := _named(field, self.fixed))}
         refused = [
             field
@@ -136,13 +141,15 @@ class Run:
         never = "".join(
             f"; {field} can never change within a run: {reason}" for field, reason in fixed.items()
         )
-        allow = "" if fixed else f", or add {self.allowing(*refused)}"
+        more = any(_is_more(*each) for each in differ)
+        resume = "" if self._ended else ", or the saved values to resume"
+        allow = "" if fixed or (self._ended and not more) else f", or {self.allowing(*refused)} to go on here"
         raise ConfigError(
             f"{self.path} was trained to step {self.step} with another configuration; "
             f"{len(refused)} {'field differs' if len(refused) == 1 else 'fields differ'} (saved -> now): "
             + "; ".join(changes[field] for field in refused)
             + never,
-            next="run with the saved values to resume, or give another folder with --out" + allow,
+            next=f"--out {free_folder(self.path)} for a new run{resume}{allow}",
         )
 
     def allowing(self, *fields: str) -> str:
@@ -282,6 +289,12 @@ def changed_fields(saved: Any, now: Any, prefix: str = "") -> list[tuple[str, st
             old, new = (json.dumps(side[key]) if key in side else "absent" for side in (before, after))
             changes.append((prefix + key, old, new))
     return changes
+
+
+def _is_more(field: str, saved: str, now: str) -> bool:
+    """True for a change that gives a finished run more steps."""
+    longer = field in ("training.steps", "training.epochs")
+    return longer and (bool({saved, now} & {"null", "absent"}) or float(now) > float(saved))
 
 
 def _named(field: str, fields: Mapping[str, str]) -> str | None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.config.names import of_today
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
-from unfreeze.core.errors import DataError, UserError
+from unfreeze.core.errors import ConfigError, DataError, UserError
+from unfreeze.core.run_folder import refuse_other_files
 from unfreeze.core.torchrun import sharers
 from unfreeze.core.units import format_bytes, plural
 from unfreeze.core.writer import writer
@@ -360,7 +361,7 @@ def check_steps(subject: Subject) -> Iterator[Finding]:
         yield Finding("steps", *_steps_of_prompts(subject))
         return
     training, (steps, in_one) = subject.config.training, steps_of(subject.config, subject.dataset.examples)
-    few, remedy = few_steps(training, steps, in_one)
+    few, remedy = few_steps(subject.config, steps, in_one)
     parts = subject.config.memory.micro_batches
     counts = ", ".join(map(str, sharers(parts)))
     shared = f" in {parts} micro-batches; possible numbers of processes: {counts}" if parts > 1 else ""
@@ -419,6 +420,11 @@ def check_run(subject: Subject) -> Iterator[Finding]:
     folder = subject.config.run_dir
     if not folder.is_dir():
         yield Finding("run", "ok", f"{folder} is new")
+        return
+    try:
+        refuse_other_files(folder)
+    except ConfigError as error:
+        yield Finding("run", "fault", error.message, error.next)
         return
     if pid := writer(folder):
         yield Finding(

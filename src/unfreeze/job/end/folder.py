@@ -28,6 +28,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import FULL, ConfigError, ProcessGone, UserError, size_limit
 from unfreeze.core.events import RESOLVED
+from unfreeze.core.run_folder import free_folder, refuse_other_files
 from unfreeze.core.schema import StartEvent, TrainEvent
 from unfreeze.core.torchrun import started
 from unfreeze.job.end.resume import FIXED, allowed, refuse_other_version
@@ -112,18 +113,14 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
 
 
 def refuse_other_recipe(folder: Path, recipe: str) -> None:
-    """Raise ConfigError if the folder's run is of another recipe: its loss would change; or a model."""
+    """Raise ConfigError if the folder is no run, or one of another recipe: its loss would change."""
+    refuse_other_files(folder)
     path = folder / RESOLVED
-    if not path.is_file() and (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{folder} holds a model, and a run needs a folder of its own",
-            next="give another folder with --out",
-        )
     began = read_object(path, ConfigError).get("recipe", recipe) if path.is_file() else recipe
     if began != recipe:
         raise ConfigError(
             f"{folder} is a run of unfreeze {began}, and this is unfreeze {recipe}",
-            next=f"give another folder with --out; to continue its adapter, add --adapter {folder}",
+            next=f"--out {free_folder(folder)}; to continue its adapter, add --adapter {folder}",
         )
 
 
@@ -241,7 +238,7 @@ def refuse_other_data(data: Data, folder: Run) -> None:
         raise ConfigError(
             f"{folder.path} is finished, but {', '.join(changed)} has changed since: the run was not"
             " trained on the new contents",
-            next="give another folder with --out",
+            next=f"--out {free_folder(folder.path)}",
         )
 
 

@@ -78,7 +78,7 @@ def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bo
         return f"interrupted after step {result['steps']}, everything is saved; {again(command)}"
     name = shlex.quote(str(run_dir))
     plan = last(read_events(run_dir / "events.jsonl"), PlanEvent) if export else None
-    reader, note = (plan.get("export_for", "vllm"), plan.get("export_note", "")) if plan else ("vllm", "")
+    reader = plan.get("export_for", "vllm") if plan else "vllm"
     if not export and of_texts(run_dir):  # it has read no conversation: an answer would be a surprise
         return f'next: unfreeze generate {name} --prompt "…"'
     adapter = run_dir / "adapter"
@@ -86,5 +86,4 @@ def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bo
         return f"next: unfreeze merge {name} {flags}    unfreeze chat {name}"
     if not export or not reader:
         return f'next: unfreeze chat {name}    unfreeze generate {name} --prompt "…"'
-    lines = [f"next: unfreeze chat {name}    unfreeze export {name} --for {reader}", *folded(note, "  ")]
-    return "\n".join(lines)
+    return f"next: unfreeze chat {name}    unfreeze export {name} --for {reader}"

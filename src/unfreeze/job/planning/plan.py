@@ -383,9 +383,9 @@ def tokens_words(config: TrainingConfig, processes: int) -> str:
 
 
 def export_hint(lora: LoraConfig | None, start: Manifest, model: Decoder) -> tuple[str, str]:
-    """Reader for which a run's last line suggests an export, and a note on adapters left out ("" for none).
+    """Reader for which a run's last line suggests an export, and the plan's note on what another leaves out.
 
-    The reader is vllm, or peft if vLLM would load none of the adapters; "" if nothing else loads the model.
+    The reader is vllm, or peft if vLLM would not apply all adapters; "" if nothing else loads the model.
     """
     from unfreeze.adapters.names import check_per_expert
     from unfreeze.adapters.readers import READERS
@@ -412,13 +412,13 @@ def export_hint(lora: LoraConfig | None, start: Manifest, model: Decoder) -> tup
         except AdapterError:
             remedy = "without them: --lora.targets attention"
             return "peft", f"vllm cannot load adapters of {model_type}'s experts; {remedy}"
-    for reader in (READERS["vllm"], READERS["peft"]):
+    for reader, other in ((READERS["vllm"], "peft"), (READERS["peft"], "vllm")):
         left_out = reader.dropped([name for name in chosen if name in linear], linear)
         if left_out:
             leaves = " and ".join(sorted({name.rsplit(".", 1)[-1] for name in left_out}))
             targets = targets_of(chosen.keys() - left_out.keys(), model)
             remedy = f"; to train only what it applies: --lora.targets {' '.join(targets)}" if targets else ""
-            return "vllm", f"{reader.name} does not apply {leaves}{remedy}"
+            return other, f"{reader.name} does not apply {leaves}{remedy}"
     return "vllm", ""
 
 
