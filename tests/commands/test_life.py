@@ -70,11 +70,11 @@ def file(tmp_path, monkeypatch):
     path = tmp_path / "life.toml"
     names = {"out": tmp_path / "out", "script": tmp_path / "make.py"}
     path.write_text(TOML.format(**names, data=tmp_path / "rows.jsonl", reward=tmp_path / "right.py"))
-    values = {"pretrain": [0.0, 0.0, 1.0, 0.0], "sft": [1.0, 1.0, 1.0, 1.0], "dpo": [0.0, 1.0, 0.0, 0.0]}
+    values = {"pretrain": [0.0, 0.0, 1.0, 0.0] * 4, "sft": [1.0] * 16, "dpo": [0.0, 1.0, 0.0, 0.0] * 4}
 
     def measured(model, score, common):
         name = model.parent.name if model.name == "model" else model.name
-        by_row, weights = values[name], [1.0] * 4
+        by_row, weights = values[name], [1.0] * 16
         low, high = life_scores.interval(by_row, weights)
         value = life_scores.mean(by_row, weights)
         return {"value": value, "low": low, "high": high, "by_row": by_row, "weights": weights}
@@ -99,7 +99,7 @@ def test_stages_run_in_order_and_read_earlier_results(file, tmp_path):
 def test_the_page_compares_stages_of_one_start_by_rows(file, tmp_path):
     life.main([str(file)], QUIET, launch=Fake())
     page = (tmp_path / "out" / "life.html").read_text()
-    assert "From pretrain" in page and "1.000 (+0.750, +0.250 to +1.000)" in page
+    assert "From pretrain" in page and "1.000 (+0.750, +0.500 to +0.938)" in page
     assert "0.250 (no difference)" in page  # another row right, one lost
     assert "A &lt;b&gt;small&lt;/b&gt; life" in page and "<b>small" not in page
 
