@@ -19,10 +19,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from unfreeze.config.mended import with_arguments
 from unfreeze.config.synonyms import command_hint
 from unfreeze.core.command import Common
 from unfreeze.core.cpu import cpu_class
-from unfreeze.core.errors import ConfigError, DoesNotFit, ProcessGone, UserError, nearest, ran_out
+from unfreeze.core.errors import ConfigError, DoesNotFit, ProcessGone, UserError, near_word, nearest, ran_out
 from unfreeze.core.garbage import put_off, take_up
 from unfreeze.core.process import command_begins
 from unfreeze.core.torchrun import started
@@ -180,7 +181,8 @@ def _dispatch(name: str, arguments: list[str], common: Common) -> int:
         return 0
     if name not in COMMANDS:
         hint = command_hint(name, COMMANDS)
-        raise ConfigError(f"there is no command {name!r}{hint.text}", next=hint.next)
+        remedy = with_arguments(hint, arguments, SWEPT, near_word(name, COMMANDS))
+        raise ConfigError(f"there is no command {name!r}{hint.text}", next=remedy)
     cpu_class()  # refuses a class that this machine cannot run
     result: dict[str, Any]
     if name in SWEPT and "--sweep" in {argument.partition("=")[0] for argument in arguments}:

@@ -102,6 +102,12 @@ def words(say: Session) -> None:
     for flags in (
         "--lr 1e-4 --lora_r 8",
         "--batch-size 4",
+        "--gradient_accumulation_steps 4",
+        "--lora_alpha 32 --target_modules q_proj v_proj --warmup_ratio=0.1 --weight_decay 0.1 --save_steps 9",
+        "--gradient_checkpointing --lr_scheduler_type cosine --use_dora true --bf16 true",
+        "--warmup_steps 1",
+        "--optim adamw_8bit",
+        "--lora_alpha 32 --sweep rank=4,8",
         "--load_in_4bit",
         "--qlora",
         "--deepspeed x",
@@ -129,7 +135,14 @@ def words(say: Session) -> None:
         say(f"{run} {flags}")
     for file in ("none.toml", "run.yaml", "broken.toml", "key.toml", "type.toml", "table.toml", "twice.toml"):
         say(f"sft {file}")
+    for command in ("dpo", "kto", "tarin", "finetune", "stf"):
+        say(f"{command} --model m --data d.jsonl --epochs 2")
     say("sft org/name --data d.jsonl")
+    say("sft chat.jsonl --epochs 2")
+    say("sft 'my rows.csv' --model m")
+    say("sft -m m -d d.jsonl")
+    say("generate -m m -p Hello")
+    say("chat m --prompt 'Hello there'")
     say("prefer --model m --data d.jsonl --loss ppo")
     say("distill --model m --data d.jsonl --teacher t --temperature 0")
     say("export run --for ollama")
