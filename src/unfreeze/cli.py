@@ -20,10 +20,20 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from unfreeze.config.mended import with_arguments
-from unfreeze.config.synonyms import command_hint
+from unfreeze.config.synonyms import Hint, command_hint
 from unfreeze.core.command import Common
 from unfreeze.core.cpu import cpu_class
-from unfreeze.core.errors import ConfigError, DoesNotFit, ProcessGone, UserError, near_word, nearest, ran_out
+from unfreeze.core.errors import (
+    ConfigError,
+    DataError,
+    DoesNotFit,
+    ProcessGone,
+    UserError,
+    near_word,
+    nearest,
+    printable,
+    ran_out,
+)
 from unfreeze.core.garbage import put_off, take_up
 from unfreeze.core.process import command_begins
 from unfreeze.core.torchrun import started
@@ -110,6 +120,7 @@ DEV = {
 HEADINGS = {"Train": TRAIN, "Make": MAKE, "Look": LOOK, "Ship": SHIP}
 COMMANDS = {**TRAIN, **MAKE, **LOOK, **SHIP, **DEV}
 SWEPT = ("sft", "distill", "prefer", "grpo", "pretrain")  # commands with `--sweep FIELD=A,B`
+PLACEHOLDERS = "--model MODEL"  # in the command of a remedy: the user's own arguments go there
 FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback", "--plan": "plan"}
 
 
@@ -185,13 +196,33 @@ def _dispatch(name: str, arguments: list[str], common: Common) -> int:
         raise ConfigError(f"there is no command {name!r}{hint.text}", next=remedy)
     cpu_class()  # refuses a class that this machine cannot run
     result: dict[str, Any]
-    if name in SWEPT and "--sweep" in {argument.partition("=")[0] for argument in arguments}:
-        result = importlib.import_module("unfreeze.commands.sweep").sweep(name, arguments, common)
-    else:
-        result = importlib.import_module(COMMANDS[name].module).main(arguments, common)
+    try:
+        if name in SWEPT and "--sweep" in {argument.partition("=")[0] for argument in arguments}:
+            result = importlib.import_module("unfreeze.commands.sweep").sweep(name, arguments, common)
+        else:
+            result = importlib.import_module(COMMANDS[name].module).main(arguments, common)
+    except DataError as error:  # rows for another training
+        if name in SWEPT and PLACEHOLDERS in error.next:
+            error.next = printable(_of_the_other(error.next, arguments))
+        raise
     if common.json:
         print(json.dumps(result), flush=True)
     return int(result.get("exit_code", 0))
+
+
+def _of_the_other(command: str, arguments: list[str]) -> str:
+    """The command of another training, with those of the user's arguments that it takes."""
+    from unfreeze.config.names import name_of, spellings
+    from unfreeze.config.recipes import CONFIGS
+
+    known, kept, keeps = spellings(config := CONFIGS[command.split()[1]]), list[str](), True
+    for word in arguments:
+        if word.startswith("--"):
+            flag = word.partition("=")[0].removeprefix("--").removeprefix("no-")
+            keeps = name_of(config, flag) in known and flag != "columns"
+        if keeps:
+            kept.append(word)
+    return with_arguments(Hint("", command), kept, SWEPT, "")
 
 
 def _guarded(run: Callable[[], int], common: Common) -> int:
