@@ -240,6 +240,8 @@ def data(say: Session) -> None:
     say(f"sft --data chat.jsonl --validation-fraction 0.01 {run}")
     say(f"sft --data chat.jsonl --validation chat.jsonl {run}")
     say(f"sft --data chat.jsonl --tokens-per-step 8 {run}")
+    say(f"sft --data chat.jsonl --tokens-per-step 22 {run}")
+    say(f"prefer --data long.jsonl --tokens-per-step 50 {run}")
     say(f"sft --data short.jsonl --sequence-length 8 {run}")
     say(f"sft --data chat.jsonl --sequence-length 1 {run}")
     say(f"distill --data chat.jsonl --teacher none {run}")
