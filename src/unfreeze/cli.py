@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from unfreeze.config.mended import with_arguments
+from unfreeze.config.mended import line, with_arguments
 from unfreeze.config.synonyms import Hint, command_hint
 from unfreeze.core.command import Common
 from unfreeze.core.cpu import cpu_class
@@ -185,10 +185,11 @@ def _dispatch(name: str, arguments: list[str], common: Common) -> int:
             )
         name, arguments = arguments[0], arguments[1:]
     if name in ("-V", "--version"):
-        from unfreeze.commands.version import line, version
+        from unfreeze.commands.version import line as shown
+        from unfreeze.commands.version import version
 
         known = version()
-        print(json.dumps(known) if common.json else line(known), flush=True)
+        print(json.dumps(known) if common.json else shown(known), flush=True)
         return 0
     if name not in COMMANDS:
         hint = command_hint(name, COMMANDS)
@@ -202,12 +203,24 @@ def _dispatch(name: str, arguments: list[str], common: Common) -> int:
         else:
             result = importlib.import_module(COMMANDS[name].module).main(arguments, common)
     except DataError as error:  # rows for another training
-        if name in SWEPT and PLACEHOLDERS in error.next:
-            error.next = printable(_of_the_other(error.next, arguments))
+        other = name in SWEPT and PLACEHOLDERS in error.next
+        mended = _of_the_other(error.next, arguments) if other else _instead(name, arguments, error)
+        error.next = printable(mended)
+        raise
+    except UserError as error:
+        error.next = printable(_instead(name, arguments, error))
         raise
     if common.json:
         print(json.dumps(result), flush=True)
     return int(result.get("exit_code", 0))
+
+
+def _instead(name: str, arguments: list[str], error: UserError) -> str:
+    """The user's own line with the name that was meant, if the error knows it."""
+    wrong, right = error.instead
+    if not right or wrong not in arguments:
+        return error.next
+    return line(name, [right if word == wrong else word for word in arguments])
 
 
 def _of_the_other(command: str, arguments: list[str]) -> str:

@@ -197,6 +197,7 @@ def models(say: Session) -> None:
         "report none",
     ):
         say(command)
+    say("sft --model tinyk2 --data chat.jsonl --steps 1")
     say("compare run")
     say("plan tiny-k2 --hardware 8xH300")
     say("plan tiny-k2 --hardware 1xH200 --lora.rank 0")

@@ -13,6 +13,7 @@ Modelfile. --adapter-only: the adapter alone, as GGUF-LoRA.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -132,8 +133,8 @@ def export(config: Config, common: Common) -> dict[str, Any]:
         )
     if source.adapter is None:
         raise ConfigError(
-            f"{config.run} has no adapter to export: it is a whole model",
-            next=f"use {source.base} directly; for llama.cpp: --for gguf",
+            f"{config.run} has no adapter to export: it is a whole model, which others read as it is",
+            next=f"unfreeze export {shlex.quote(config.run)} --for gguf",
         )
     name = config.base_id or _named(source.adapter) or source.base
     if config.push and not (config.base_id or hub_id(name)):
