@@ -13,10 +13,12 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from unfreeze.config.mended import line, with_arguments
@@ -194,6 +196,8 @@ def _dispatch(name: str, arguments: list[str], common: Common) -> int:
     if name not in COMMANDS:
         hint = command_hint(name, COMMANDS)
         remedy = with_arguments(hint, arguments, SWEPT, near_word(name, COMMANDS))
+        if name in ("resume", "continue") and arguments:
+            remedy = _began(arguments[0]) or remedy
         raise ConfigError(f"there is no command {name!r}{hint.text}", next=remedy)
     cpu_class()  # refuses a class that this machine cannot run
     result: dict[str, Any]
@@ -213,6 +217,17 @@ def _dispatch(name: str, arguments: list[str], common: Common) -> int:
     if common.json:
         print(json.dumps(result), flush=True)
     return int(result.get("exit_code", 0))
+
+
+def _began(run: str) -> str:
+    """The command that began a run and resumes it; "" if this is no run's folder."""
+    from unfreeze.report.run import read_run
+    from unfreeze.report.verdict import rerun_command
+
+    words: list[str] = []
+    with suppress(UserError):
+        words = shlex.split(rerun_command(read_run(run), Path.cwd()))
+    return shlex.join([*words[:-1], run]) if words else ""  # the last is another folder for --out
 
 
 def _instead(name: str, arguments: list[str], error: UserError) -> str:

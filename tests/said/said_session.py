@@ -272,6 +272,7 @@ def runs(say: Session) -> None:
     say(f"sft {run} --data chat.jsonl --out run --steps 2 --watch.samples 1", **of)
     say(f"sft {run} --data chat.jsonl --out run --steps 2 --watch.samples 1 --learning-rate 1e-3", **of)
     say(f"sft {run} --data chat.jsonl --out run.toml --steps 2", **of)
+    say("resume run")
     say("report run", **of)
     say("chat run --device cuda", **of)
     say("export run --for peft", **of)
