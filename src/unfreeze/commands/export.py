@@ -136,7 +136,7 @@ def export(config: Config, common: Common) -> dict[str, Any]:
 
         whole = shlex.quote(config.run)
         raise ConfigError(
-            f"{config.run} has no adapter to export: it is a whole model, which others read as it is",
+            f"{config.run} has no adapter to export; others read {source.base}, a whole model, as it is",
             next=f"unfreeze export {whole} --for gguf" if kind in FAMILIES else f"unfreeze serve {whole}",
         )
     name = config.base_id or _named(source.adapter) or source.base
