@@ -13,16 +13,29 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from unfreeze.config.synonyms import command_hint
+from unfreeze.config.mended import line, with_arguments
+from unfreeze.config.synonyms import Hint, command_hint
 from unfreeze.core.command import Common
 from unfreeze.core.cpu import cpu_class
-from unfreeze.core.errors import ConfigError, DoesNotFit, ProcessGone, UserError, nearest, ran_out
+from unfreeze.core.errors import (
+    ConfigError,
+    DataError,
+    DoesNotFit,
+    ProcessGone,
+    UserError,
+    near_word,
+    nearest,
+    printable,
+    ran_out,
+)
 from unfreeze.core.garbage import put_off, take_up
 from unfreeze.core.process import command_begins
 from unfreeze.core.torchrun import started
@@ -109,6 +122,7 @@ DEV = {
 HEADINGS = {"Train": TRAIN, "Make": MAKE, "Look": LOOK, "Ship": SHIP}
 COMMANDS = {**TRAIN, **MAKE, **LOOK, **SHIP, **DEV}
 SWEPT = ("sft", "distill", "prefer", "grpo", "pretrain")  # commands with `--sweep FIELD=A,B`
+PLACEHOLDERS = "--model MODEL"  # in the command of a remedy: the user's own arguments go there
 FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback", "--plan": "plan"}
 
 
@@ -173,23 +187,70 @@ def _dispatch(name: str, arguments: list[str], common: Common) -> int:
             )
         name, arguments = arguments[0], arguments[1:]
     if name in ("-V", "--version"):
-        from unfreeze.commands.version import line, version
+        from unfreeze.commands.version import line as shown
+        from unfreeze.commands.version import version
 
         known = version()
-        print(json.dumps(known) if common.json else line(known), flush=True)
+        print(json.dumps(known) if common.json else shown(known), flush=True)
         return 0
     if name not in COMMANDS:
         hint = command_hint(name, COMMANDS)
-        raise ConfigError(f"there is no command {name!r}{hint.text}", next=hint.next)
+        remedy = with_arguments(hint, arguments, SWEPT, near_word(name, COMMANDS))
+        if name in ("resume", "continue") and arguments:
+            remedy = _began(arguments[0]) or remedy
+        raise ConfigError(f"there is no command {name!r}{hint.text}", next=remedy)
     cpu_class()  # refuses a class that this machine cannot run
     result: dict[str, Any]
-    if name in SWEPT and "--sweep" in {argument.partition("=")[0] for argument in arguments}:
-        result = importlib.import_module("unfreeze.commands.sweep").sweep(name, arguments, common)
-    else:
-        result = importlib.import_module(COMMANDS[name].module).main(arguments, common)
+    try:
+        if name in SWEPT and "--sweep" in {argument.partition("=")[0] for argument in arguments}:
+            result = importlib.import_module("unfreeze.commands.sweep").sweep(name, arguments, common)
+        else:
+            result = importlib.import_module(COMMANDS[name].module).main(arguments, common)
+    except DataError as error:  # rows for another training
+        other = name in SWEPT and PLACEHOLDERS in error.next
+        mended = _of_the_other(error.next, arguments) if other else _instead(name, arguments, error)
+        error.next = printable(mended)
+        raise
+    except UserError as error:
+        error.next = printable(_instead(name, arguments, error))
+        raise
     if common.json:
         print(json.dumps(result), flush=True)
     return int(result.get("exit_code", 0))
+
+
+def _began(run: str) -> str:
+    """The command that began a run and resumes it; "" if this is no run's folder."""
+    from unfreeze.report.run import read_run
+    from unfreeze.report.verdict import rerun_command
+
+    words: list[str] = []
+    with suppress(UserError):
+        words = shlex.split(rerun_command(read_run(run), Path.cwd()))
+    return shlex.join([*words[:-1], run]) if words else ""  # the last is another folder for --out
+
+
+def _instead(name: str, arguments: list[str], error: UserError) -> str:
+    """The user's own line with the name that was meant, if the error knows it."""
+    wrong, right = error.instead
+    if not right or wrong not in arguments:
+        return error.next
+    return line(name, [right if word == wrong else word for word in arguments])
+
+
+def _of_the_other(command: str, arguments: list[str]) -> str:
+    """The command of another training, with those of the user's arguments that it takes."""
+    from unfreeze.config.names import name_of, spellings
+    from unfreeze.config.recipes import CONFIGS
+
+    known, kept, keeps = spellings(config := CONFIGS[command.split()[1]]), list[str](), True
+    for word in arguments:
+        if word.startswith("--"):
+            flag = word.partition("=")[0].removeprefix("--").removeprefix("no-")
+            keeps = name_of(config, flag) in known and flag != "columns"
+        if keeps:
+            kept.append(word)
+    return with_arguments(Hint("", command), kept, SWEPT, "")
 
 
 def _guarded(run: Callable[[], int], common: Common) -> int:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import threading
 import time
 from collections.abc import Iterator
@@ -45,14 +46,15 @@ def test_a_run_that_is_not_there_is_said_with_one_that_is(run_dir, tmp_path, mon
     said = capsys.readouterr().err
     assert f"there is no run runs/nope in {tmp_path}" in said and "next: give the folder that --out" in said
     assert cli.main(["report", str(run_dir.parent / "thre steps")]) == 2
-    assert f"next: the nearest: {run_dir}\n" in capsys.readouterr().err
+    assert f"next: {shlex.join(['unfreeze', 'report', str(run_dir)])}\n" in capsys.readouterr().err
     for name in ("a", "b", "c", "mine"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "events.jsonl").touch()
         (tmp_path / "runs" / name / "resolved_config.json").write_text("{}")
     for line in (["report", "runs/min"], ["compare", "runs/a", "runs/min"], ["chat", "runs/min"]):
         assert cli.main(line) == 2
-        assert "next: the nearest: runs/mine\n" in capsys.readouterr().err
+        mended = " ".join(line).replace("runs/min", "runs/mine")
+        assert f"next: unfreeze {mended}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number, remedy", [(errno.ENOSPC, "free space there"), (errno.EACCES, "make ")])

@@ -286,3 +286,9 @@ def test_a_run_is_served_to_openais_client_until_sigterm(run_dir):
         isinstance(error, (openai.APIConnectionError, openai.InternalServerError)) for error in refused
     )
     assert alone in answers and "Traceback" not in err
+
+
+def test_without_its_libraries_one_command_installs_all_of_them(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    assert cli.main(["serve", "tiny-k2"]) == 2
+    assert "next: pip install starlette uvicorn llguidance\n" in capsys.readouterr().err

@@ -120,8 +120,8 @@ def test_nothing_left_says_each_reason_once_and_what_to_do(encoded):
     assert (
         error.value.message.count("chosen, rejected") == 1 and "of 60: row 1: a pair" in error.value.message
     )
-    assert "unfreeze prefer --model" in error.value.message
-    assert error.value.next == "--columns completion=chosen"
+    assert "--columns completion=chosen" in error.value.message
+    assert error.value.next == "unfreeze prefer --model MODEL --data pairs.jsonl"
     assert (
         len(
             encoded([{"prompt": "a", "chosen": "b", "rejected": "c"}], columns=["completion=chosen"]).examples

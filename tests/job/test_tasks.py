@@ -48,6 +48,21 @@ def test_what_is_not_there(here, name, words):
         tasks_of([name], Settings(), ends)
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("test.jsonl", "rows:test.jsonl:contains"),
+        ("test.jsonl:exact", "rows:test.jsonl:exact"),
+        ("more.csv", "rows:more.csv:contains"),
+        ("book.txt", "ppl:book.txt"),
+    ],
+)
+def test_a_file_alone_is_answered_with_its_task(here, name, remedy):
+    with ExitStack() as ends, pytest.raises(ConfigError, match="is a file") as raised:
+        tasks_of([name], Settings(), ends)
+    assert raised.value.next == f"--tasks {remedy}"
+
+
 def test_every_kind_is_read_and_metrics_are_graded_in_processes(here):
     names = ["rows:test.jsonl", "rows:test.jsonl:regex", "ppl:book.txt", "needle", "recall"]
     names += [f"rows:test.jsonl:{metric}" for metric in ("my.py", "my.py:other", "old.py")]

@@ -120,7 +120,10 @@ def test_every_weight_learns_and_the_result_is_a_checkpoint(
     assert unfreeze_json(*command(llama, chat_rows, run, "--steps", 12, "--dtype", dtype))["already_finished"]
     assert unfreeze_json("generate", run, "--tokens", "1", "5", "--max-new-tokens", "3")["tokens"]
     assert cli.main(["export", str(run), "--quiet"]) == 2
-    assert f"use {run / 'model'} directly" in capsys.readouterr().err
+    assert (
+        f"others read {run / 'model'}, a whole model, as it is\n  next: unfreeze export"
+        in capsys.readouterr().err
+    )
     assert cli.main(command(llama, chat_rows, run, "--steps", 12, "--dtype", dtype)) == 0
     assert "next: unfreeze chat" in (said := capsys.readouterr().err) and "unfreeze export" not in said
 

@@ -100,6 +100,7 @@ def write_rows(here: Path) -> None:
     picture = [{"type": "image_url", "image_url": {"url": "x.png"}}]
     rows(here / "image.jsonl", {"messages": [{"role": "user", "content": picture}, ANSWER]})
     rows(here / "pairs.jsonl", PAIR)
+    rows(here / "long.jsonl", PAIR | {"chosen": ANSWER["content"] * 3})
     rows(here / "labels.jsonl", {"prompt": "Hello.", "completion": "Greet you, I do.", "label": True})
     rows(here / "same.jsonl", PAIR | {"rejected": PAIR["chosen"]})
     chosen, rejected = [ASKED, ANSWER], [ASKED | {"content": "Bye."}, ANSWER | {"content": "Bye."}]

@@ -102,6 +102,12 @@ def words(say: Session) -> None:
     for flags in (
         "--lr 1e-4 --lora_r 8",
         "--batch-size 4",
+        "--gradient_accumulation_steps 4",
+        "--lora_alpha 32 --target_modules q_proj v_proj --warmup_ratio=0.1 --weight_decay 0.1 --save_steps 9",
+        "--gradient_checkpointing --lr_scheduler_type cosine --use_dora true --bf16 true",
+        "--warmup_steps 1",
+        "--optim adamw_8bit",
+        "--lora_alpha 32 --sweep rank=4,8",
         "--load_in_4bit",
         "--qlora",
         "--deepspeed x",
@@ -129,7 +135,14 @@ def words(say: Session) -> None:
         say(f"{run} {flags}")
     for file in ("none.toml", "run.yaml", "broken.toml", "key.toml", "type.toml", "table.toml", "twice.toml"):
         say(f"sft {file}")
+    for command in ("dpo", "kto", "tarin", "finetune", "stf"):
+        say(f"{command} --model m --data d.jsonl --epochs 2")
     say("sft org/name --data d.jsonl")
+    say("sft chat.jsonl --epochs 2")
+    say("sft 'my rows.csv' --model m")
+    say("sft -m m -d d.jsonl")
+    say("generate -m m -p Hello")
+    say("chat m --prompt 'Hello there'")
     say("prefer --model m --data d.jsonl --loss ppo")
     say("distill --model m --data d.jsonl --teacher t --temperature 0")
     say("export run --for ollama")
@@ -184,6 +197,7 @@ def models(say: Session) -> None:
         "report none",
     ):
         say(command)
+    say("sft --model tinyk2 --data chat.jsonl --steps 1")
     say("compare run")
     say("plan tiny-k2 --hardware 8xH300")
     say("plan tiny-k2 --hardware 1xH200 --lora.rank 0")
@@ -227,6 +241,8 @@ def data(say: Session) -> None:
     say(f"sft --data chat.jsonl --validation-fraction 0.01 {run}")
     say(f"sft --data chat.jsonl --validation chat.jsonl {run}")
     say(f"sft --data chat.jsonl --tokens-per-step 8 {run}")
+    say(f"sft --data chat.jsonl --tokens-per-step 22 {run}")
+    say(f"prefer --data long.jsonl --tokens-per-step 50 {run}")
     say(f"sft --data short.jsonl --sequence-length 8 {run}")
     say(f"sft --data chat.jsonl --sequence-length 1 {run}")
     say(f"distill --data chat.jsonl --teacher none {run}")
@@ -256,6 +272,7 @@ def runs(say: Session) -> None:
     say(f"sft {run} --data chat.jsonl --out run --steps 2 --watch.samples 1", **of)
     say(f"sft {run} --data chat.jsonl --out run --steps 2 --watch.samples 1 --learning-rate 1e-3", **of)
     say(f"sft {run} --data chat.jsonl --out run.toml --steps 2", **of)
+    say("resume run")
     say("report run", **of)
     say("chat run --device cuda", **of)
     say("export run --for peft", **of)

@@ -37,17 +37,21 @@ def folder_of(source: str | Path, progress: Callable[[str], None] | None) -> Pat
     if text == TINY_K2.name:
         return TINY_K2
     near = near_folder(path)
+    if near is None and path.parent == Path() and near_word(text, [TINY_K2.name]):
+        near = Path(TINY_K2.name)
     shown = "" if near is None else near.name if near.parent == path.parent else str(near)
     hint = f"; nearest: {shown!r}" if shown else ""
     if asks_hub(source):
         try:
             return hub.download(text, progress)
         except CheckpointError as error:  # "models/tinyk2" may be a mistyped path as well as an id
-            raise CheckpointError(error.message + hint, next=error.next) from error
+            raise CheckpointError(error.message + hint, next=error.next).meant(
+                text, str(near or "")
+            ) from error
     raise CheckpointError(
         f"{text} does not exist{looked_in(text)}{hint}",
         next='give an existing folder, or a Hugging Face id written "org/name"',
-    )
+    ).meant(text, str(near or ""))
 
 
 def near_folder(path: Path) -> Path | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from unfreeze.config.device import Device
 from unfreeze.config.parse import Files, Frozen, ModelName, parse, refuse_second
 from unfreeze.core.command import Common
 from unfreeze.core.draws import SEEDS
-from unfreeze.core.errors import UserError
+from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.units import plural
 from unfreeze.job.merge_aware import refuse_beside
 from unfreeze.job.opening.device import load_shown
@@ -63,6 +64,9 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Read lines until the input ends: run a command or stream an answer. Returns the conversation."""
     asks = "type it at the prompt, or: unfreeze generate RUN --mode chat --prompt …"
     refuse_second(arguments, "chat takes no question as an argument", asks)
+    if "--prompt" in {word.partition("=")[0] for word in arguments}:
+        once = shlex.join(["unfreeze", "generate", *arguments, "--mode", "chat"])
+        raise ConfigError("chat has no flag --prompt; generate answers one question", next=once)
     config = parse(Config, arguments, command="chat", description=__doc__ or "", positional=True)
     more = [(model_name(source), adapter_folder(source)) for source in config.adapters]
     refuse_rounded(config)

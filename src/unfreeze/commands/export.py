@@ -13,6 +13,7 @@ Modelfile. --adapter-only: the adapter alone, as GGUF-LoRA.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -131,9 +132,12 @@ def export(config: Config, common: Common) -> dict[str, Any]:
             next=f"unfreeze generate {config.run}, or unfreeze serve {config.run}",
         )
     if source.adapter is None:
+        from unfreeze.compress.gguf.families import FAMILIES
+
+        whole = shlex.quote(config.run)
         raise ConfigError(
-            f"{config.run} has no adapter to export: it is a whole model",
-            next=f"use {source.base} directly; for llama.cpp: --for gguf",
+            f"{config.run} has no adapter to export; others read {source.base}, a whole model, as it is",
+            next=f"unfreeze export {whole} --for gguf" if kind in FAMILIES else f"unfreeze serve {whole}",
         )
     name = config.base_id or _named(source.adapter) or source.base
     if config.push and not (config.base_id or hub_id(name)):

@@ -89,7 +89,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         except ImportError:
             raise ConfigError(
                 f"serve needs the library {library} (extra [serve]), which is not installed",
-                next="pip install starlette uvicorn",
+                next="pip install starlette uvicorn llguidance",
             ) from None
     keys = keys_of(config, say(common))
     rules = rules_of(config, keys)

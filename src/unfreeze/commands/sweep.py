@@ -136,9 +136,13 @@ def planned_points(recipe: str, arguments: Sequence[str]) -> tuple[dict[str, lis
         own = [word for name, value in zip(swept, values, strict=True) for word in (_flag(name), value)]
         # each run reports names of earlier versions itself
         run_arguments = [*rest, *own]
-        config = parse(
-            CONFIGS[recipe], run_arguments, command=recipe, description="", say=lambda renamed: None
-        )
+        try:
+            config = parse(
+                CONFIGS[recipe], run_arguments, command=recipe, description="", say=lambda renamed: None
+            )
+        except ConfigError as error:  # its next command is that of one run
+            of_all = error.next.replace(shlex.join(own), shlex.join([FLAG, *written]))
+            raise ConfigError(error.message, next=of_all) from None
         name = ",".join(f"{field}={value}" for field, value in zip(swept, values, strict=True))
         folder = config.run_dir / name.replace("/", "-")
         points.append(Point(name, [*run_arguments, "--out", str(folder)], folder))

@@ -9,7 +9,6 @@ import errno
 import io
 import itertools
 import os
-import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -30,6 +29,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from unfreeze.config.help import text as help_text
+from unfreeze.config.mended import SHORT, first_is, is_rows, line, renamed, short_hint
 from unfreeze.config.names import Known, by_path, earlier, fields, nested, short_name, spellings
 from unfreeze.config.synonyms import field_hint, field_next
 from unfreeze.config.words import fault_of, wrong, wrong_flag
@@ -107,11 +107,13 @@ def parse(
     typed = arguments
     if not positional and arguments and not arguments[0].startswith("-"):
         if "model" in fields(config) and is_model(arguments[0]):
-            raise _model_first(arguments, command)
+            raise first_is("model", arguments, command)
+        if "data" in spellings(config) and is_rows(arguments[0]):
+            raise first_is("data", arguments, command)
         values = _given(config, read_toml(Path(arguments[0]).expanduser()), arguments[0], renamed)
         arguments = arguments[1:]
     flagged: dict[str, str] = {}
-    flags = _parse_flags(config, arguments, command)
+    flags = _parse_flags(config, arguments, command, typed)
     values |= by_path(config, flags, f"unfreeze {command}", renamed=flagged)
     renamed += [f"{_as_flag(old)} is {_as_flag(now)} now" for old, now in flagged.items()]
     if missing := _missing(config, values):
@@ -120,9 +122,7 @@ def parse(
         to_type = typed and all(flag.startswith("--") for flag in flags)
         raise ConfigError(
             f"unfreeze {command} needs {' and '.join(flags)}",
-            next=shlex.join(["unfreeze", *command.split(), *whole])
-            if to_type
-            else f"unfreeze {command} --help",
+            next=line(command, whole) if to_type else f"unfreeze {command} --help",
         )
     validated = _validated(config, values, f"unfreeze {command} --help")
     (say or _note)(renamed)
@@ -174,16 +174,6 @@ def is_model(name: str) -> bool:
         return True
     plain = name.count("/") == 1 and name[0] not in "~/." and not path.parent.exists()
     return plain and path.suffix not in (".toml", ".yaml", ".yml")
-
-
-def _model_first(arguments: Sequence[str], command: str) -> ConfigError:
-    """Error with the intended command: --model before the first word, --data before the next ones."""
-    files = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments[1:]))
-    mended = ["--model", arguments[0], *(["--data", *files] if files else []), *arguments[1 + len(files) :]]
-    return ConfigError(
-        f"{arguments[0]} is a model; the first argument of {command} is a TOML file",
-        next=shlex.join(["unfreeze", *command.split(), *mended]),
-    )
 
 
 def from_keywords(
@@ -264,15 +254,17 @@ def _validated(config: type[C], values: Mapping[str, Any], next: str) -> C:
         raise ConfigError(_explain(config, error), next=next) from error
 
 
-def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) -> dict[str, Any]:
-    """Parse the flags; names stay as the user spelled them.
+def _parse_flags(
+    config: type[BaseModel], arguments: list[str], command: str, typed: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Parse the flags; names stay as the user spelled them. typed: all of the command line, for the remedy.
 
     tyro's parser has the typed flags alone: one of all fields takes ten times as long. What it refuses, that
     of all refuses again: its message about a wrong flag, a box of many lines, becomes one ConfigError.
     """
     _refuse_repeated(config, arguments)
     help = f"unfreeze {command} --help"
-    _refuse_absent(config, arguments, command)
+    _refuse_absent(config, arguments, command, arguments if typed is None else typed)
     if wrong := _wrong_flag(config, arguments):
         raise ConfigError(wrong, next=help)
     if not arguments:
@@ -293,22 +285,27 @@ def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) ->
     raise ConfigError(" ".join(word for word in words[:end] if word) or "the flags cannot be read", next=help)
 
 
-def _refuse_absent(config: type[BaseModel], arguments: Sequence[str], command: str) -> None:
+def _refuse_absent(
+    config: type[BaseModel], arguments: Sequence[str], command: str, typed: Sequence[str]
+) -> None:
     """Raise ConfigError for unknown flags, each with our name for it or the nearest one.
 
     Checked before tyro, which takes seconds to compare an unknown flag with all others.
     """
     dotted, short = list(fields(config)), [known.short for known in fields(config).values()]
     known = {*map(_as_flag, _every(config)), *(f"--no-{name.replace('_', '-')}" for name in short), "--"}
-    written = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    flags = (argument.partition("=")[0] for argument in arguments)
+    written = [flag for flag in flags if flag.startswith("--") or flag in SHORT]
     absent: list[str] = []
     strange = list(dict.fromkeys(flag for flag in written if flag.replace("_", "-") not in known))
     for unknown in strange:
         near = list(map(_as_flag, [*short, *dotted] if "." in unknown else short))
         hint = _elsewhere(config, unknown, flag=True) or field_hint(unknown, near, flag=True)
+        hint = short_hint(config, unknown) if unknown in SHORT else hint
         absent.append(f"there is no flag {unknown}{hint}")
     if absent:
-        raise ConfigError(". And ".join(absent), next=field_next(strange[0], f"unfreeze {command} --help"))
+        otherwise = renamed(config, typed, strange, command)
+        raise ConfigError(". And ".join(absent), next=field_next(strange[0], otherwise))
 
 
 def _elsewhere(config: type[BaseModel], word: str, *, flag: bool = False) -> str:

@@ -30,6 +30,7 @@ tokens_per_step | tokens per optimizer step: about rows x their mean length |
     batch_size per_device_train_batch_size per_device_batch_size train_batch_size device_batch_size
     global_batch_size total_batch_size
 micro_batches | number of micro-batches per step | micro_batch_size
+micro_batches | it splits a step; elsewhere it multiplies the batch |
     gradient_accumulation_steps grad_accum accumulation_steps
 sequence_length | tokens | max_seq_length max_seq_len sequence_len max_length cutoff_len seq_len block_size
     context_length model_max_length
@@ -238,6 +239,11 @@ def _rows(table: str) -> list[list[str]]:
 
 FIELDS = {word: (field, unit) for field, unit, words in _rows(_FIELDS) for word in words.split()}
 """Another tool's word -> (our field, its unit or form)."""
+OTHER_UNIT = {
+    *(word for word, (field, _) in FIELDS.items() if field in ("tokens_per_step", "micro_batches")),
+    *"warmup_steps lr_warmup min_lr loss_weights prompts_per_batch rollout_batch_size".split(),
+}
+"""Words of FIELDS whose value is in another unit than our field's."""
 NOT_HERE = {word: Hint(text, next) for words, text, next in _rows(_NOT_HERE) for word in words.split()}
 """Another tool's word without a field here -> an explanation and the next command."""
 COMMANDS = {word: Hint(text, next) for words, text, next in _rows(_COMMANDS) for word in words.split()}

@@ -11,6 +11,7 @@ import errno
 import os
 import re
 from collections.abc import Iterable
+from typing import Self
 
 from unfreeze.core.units import format_bytes
 
@@ -39,13 +40,22 @@ def file_limits() -> tuple[int | None, int | None]:
 
 
 class UserError(Exception):
-    """An error that the user can fix. `next` (optional) is the command or change to try."""
+    """An error that the user can fix. `next` (optional) is the command or change to try.
+
+    instead: (a wrong name, the nearest one): the command line makes `next` the user's own line with it.
+    """
 
     exit_code = 2
+    instead: tuple[str, str] = ("", "")
 
     def __init__(self, message: str, *, next: str = ""):
         self.message, self.next = printable(message), printable(next)
         super().__init__(self.message)
+
+    def meant(self, wrong: str, right: str) -> Self:
+        """Set `instead`."""
+        self.instead = wrong, right
+        return self
 
     def __str__(self) -> str:
         return f"{self.message}\n  next: {self.next}" if self.next else self.message

@@ -65,7 +65,8 @@ def locate_model(source: str | Path, base: str = "") -> ModelSource:
         near = closest(folder.name, runs)
         paths = ", ".join(str(folder.parent / name) for name in near or runs[:3])
         there = "the nearest" if near else f"{folder.parent} holds"
-        raise CheckpointError(f"{folder} does not exist", next=f"{there}: {paths}")
+        right = str(folder.parent / near[0]) if near else ""
+        raise CheckpointError(f"{folder} does not exist", next=f"{there}: {paths}").meant(str(source), right)
     return ModelSource(str(folder) if folder.exists() else str(source))
 
 

@@ -58,7 +58,7 @@ class ByAgents:
             except ImportError:
                 raise ConfigError(
                     f"--agent needs the library {library} (extra [serve]), which is not installed",
-                    next="pip install starlette uvicorn",
+                    next="pip install starlette uvicorn llguidance",
                 ) from None
         from unfreeze.serve.running import Endpoint
 

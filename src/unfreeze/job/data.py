@@ -146,6 +146,9 @@ def encode(
         else Dataset(stream.head, stream.stats(), stream.validation, stream)
     )
     stats = dataset.stats
+    if run.step == 0 and stream is None and options.get("answers") != "asked":
+        parts = training.tokens_per_step // document_tokens(options, tokens)
+        _refuse_all_cut(stats, length, min(data.sequence_length, max_positions), parts)
     warnings: list[str] = []
     if data.validation:
         held_out = read(data.held_out)
@@ -240,6 +243,22 @@ def encode(
     return dataset, [] if stream is None or group.rank else [
         Followed(stream, stats, emit, complaints, leaked)
     ]
+
+
+def _refuse_all_cut(stats: Stats, length: int, most: int, parts: int) -> None:
+    """Raise DataError if tokens_per_step cuts every row, so that no answer is learnt to its end.
+
+    most: length that the user and the model allow. parts: documents of the limit's length in a step.
+    """
+    all_cut = stats.truncated > 0 and stats.truncated + stats.dropped == stats.rows - stats.bad
+    if not all_cut or length >= most or "text" in stats.shapes:
+        return
+    reasons = " ".join(item.reason for item in (*stats.cuts, *stats.listed))
+    longest = max(map(int, re.findall(r"(?:of|row has) (\d+)", reasons)))
+    raise DataError(
+        f"no row fits in {length:,} tokens (longest {longest:,}), so each would lose its end",
+        next=f"--tokens-per-step {min(longest, most) * parts}",
+    )
 
 
 def _of(leaked_N: np.ndarray) -> str:

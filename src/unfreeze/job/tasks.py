@@ -23,6 +23,8 @@ from unfreeze.evaluate.text import TextTask
 
 GRIDS = ("needle", "recall")
 FORMS = ("rows:FILE", "ppl:FILE", *GRIDS)
+TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
+TEXTS = (".txt", ".md")
 METRIC = "metric"
 """Name of the function in my.py, if none is written after a colon; a file of rewards has `reward`."""
 
@@ -59,10 +61,23 @@ def is_own(name: str) -> bool:
         return True
     if name in GRIDS:
         return True
+    if meant := _of_file(name):
+        raise ConfigError(
+            f"tasks: {name!r} is a file; what is scored with it is missing", next=f"--tasks {meant}"
+        )
     near = nearest(kind, ("rows", "ppl")) if colon else nearest(name, GRIDS)
     if colon or name in METRICS or (near and not name.endswith((".yaml", ".yml"))):
         raise ConfigError(f"tasks: there is no task {name!r}{near}", next=f"--tasks {','.join(FORMS)}")
     return False
+
+
+def _of_file(name: str) -> str:
+    """Return the task of a data file or a text that is named alone; "" for another name."""
+    file, _, metric = name.partition(":")
+    suffix = Path(file).suffix.lower()
+    if suffix in TEXTS and not metric:
+        return f"ppl:{file}"
+    return f"rows:{file}:{metric or 'contains'}" if suffix in TABLES else ""
 
 
 def _own(name: str, settings: Settings, ends: ExitStack, say: Callable[[str], None]) -> Task:

@@ -48,7 +48,9 @@ def read_events(path: Path | str) -> list[Event]:
         here = here if near else "give the folder that --out named"
         if not folder.is_dir():
             there = f"; {len(runs):,} in {folder.parent}" if runs else ""
-            raise DataError(f"there is no run {folder}{looked_in(str(folder))}{there}", next=here)
+            raise DataError(f"there is no run {folder}{looked_in(str(folder))}{there}", next=here).meant(
+                str(folder), str(folder.parent / near[0]) if near else ""
+            )
         raise DataError(f"{folder} is not a run: {path.name} is missing", next=here)
     lines = path.read_bytes().split(b"\n")
     # each event is written with its newline at once, so only text after the last newline can be partial

@@ -265,11 +265,11 @@ def test_mixed_shapes_blank_lines_bom_and_line_separators_inside_strings(tmp_pat
         ({"conversations": [{"from": "human", "value": 1}]}, r"conversations\[0\]\.value is a number"),
         (
             {"prompt": "Q", "chosen": "A", "rejected": "B"},
-            r"a pair of answers \(chosen, rejected\); unfreeze prefer --model",
+            r"a pair of answers \(chosen, rejected\); prefer compares .*\n  next: unfreeze prefer --model",
         ),
         (
             {"prompt": "Q", "completion": "A", "label": True},
-            r"an answer with a label \(completion, label: KTO\); unfreeze prefer --loss kto",
+            r"an answer with a label \(completion, label\); prefer .*\n  next: unfreeze prefer --loss kto",
         ),
         (
             {"prompt": "Q", "completions": ["A", "B"], "labels": [True, False]},
@@ -436,10 +436,19 @@ THEIRS = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
 
 
 @pytest.mark.parametrize(
+    "row", [{"prompt": "Q", "chosen": "A", "rejected": "B"}, {"chosen": TALK, "rejected": TALK}]
+)
+def test_a_pair_is_sent_to_prefer_and_its_column_for_sft_is_named(row, tmp_path):
+    with pytest.raises(DataError) as error:
+        rows_of(tmp_path, row)
+    assert error.value.next == "unfreeze prefer --model MODEL --data pairs.jsonl"
+    column = error.value.message.partition("--columns ")[2].rstrip(")")
+    assert list(read_rows(tmp_path / "data.jsonl", columns=[column]))
+
+
+@pytest.mark.parametrize(
     "row, next",
     [
-        ({"prompt": "Q", "chosen": "A", "rejected": "B"}, "--columns completion=chosen"),
-        ({"chosen": TALK, "rejected": TALK}, "--columns messages=chosen"),
         ({"question": "Q", "answr": "A"}, "--columns answer=answr"),
         ({"prompt": "Q", "reply": "A"}, "--columns completion=NAME"),
         ({"query": "Q", "reply": "A"}, "--columns prompt=NAME,completion=NAME"),
@@ -538,8 +547,8 @@ def test_turns_of_another_form_under_messages_are_read_as_conversations(tmp_path
             "--data.on-bad-row skip",
         ),
         ({"text": "Said.", "audios": ["a.wav"]}, "field 'audios' cannot be used", "remove"),
-        ({"prompt": "Q", "completion": "A", "label": 0}, "an answer with a label", "true (1)"),
-        ({"prompt": "Q", "completion": "A", "label": "1"}, "an answer with a label", "true (1)"),
+        ({"prompt": "Q", "completion": "A", "label": 0}, "an answer with a label", "prefer --loss kto"),
+        ({"prompt": "Q", "completion": "A", "label": "1"}, "an answer with a label", "prefer --loss kto"),
     ],
 )
 def test_what_would_be_left_out_in_silence_is_named(row, says, next, tmp_path):

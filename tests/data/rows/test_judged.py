@@ -108,7 +108,7 @@ REFUSED = {
     "hh, empty": ({"chosen": f"{HUMAN} a", "rejected": f"{HUMAN} "}, "is empty"),
     "one goes on": ({"chosen": [USER, BLUE], "rejected": [USER, BLUE, USER, GREEN]}, "field chosen has no answer after the shared turns"),
     "two prompts": ({"prompt": "And the sea?", "chosen": [USER, BLUE], "rejected": [USER, GREEN]}, "starts with a different prompt"),
-    "no pair": ({"prompt": "a", "completion": "b"}, "row 7: not a pair of answers: fields 'chosen' and 'rejected' are missing"),
+    "no pair": ({"prompt": "a", "completion": "b"}, "row 7: not a pair of answers but one (prompt, completion)"),
     "half a pair": ({"prompt": "a", "chosen": "b"}, "field 'rejected' is missing; fields: chosen, prompt"),
     "two forms": ({"prompt": "a", "chosen": "b", "rejected": [GREEN]}, "both must have the same type"),
     "a label in words": ({"prompt": "a", "completion": "b", "label": "good"}, "field label is a text (good), expected true or false"),

@@ -23,10 +23,12 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
+from unfreeze.config.synonyms import COMMANDS
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows.fields import MAX_DEPTH, deeper_than, json_type, list_of, text_of
 from unfreeze.data.rows.row import Judged, Text
 from unfreeze.data.rows.shapes import (
+    SHAPES,
     SHAREGPT_ROLES,
     Fields,
     conversation_of,
@@ -52,6 +54,8 @@ _WHICH = (
     " winner_model_a choice chosen_idx labels"
 ).split()
 """Columns that say which of a row's answers is better (PKU-SafeRLHF, HelpSteer2, arenas, SHP)."""
+_BESIDE = ("system", "tools", "functions", "input", "history", "prompt", "source", "id", "category")
+"""Columns of a row with one answer that are no second one."""
 _PROMPTS = ("query", "context", "history", "post", "problem", "user", "user_prompt", "instruct", "input_text")
 _LABEL_NAMES = ("kto_tag", "desirable", "thumbs_up", "is_desirable")
 Item = tuple[str, object]
@@ -97,6 +101,15 @@ def _no_pair(there: Fields, row: int, renames: Mapping[str, str]) -> DataError:
             f"row {row}: not a pair of answers; field {label!r} looks like a label",
             next=f"--loss kto --columns label={label}{answer}",
         )
+    if (
+        len(missing) == len(PAIR)
+        and not renames
+        and not any(near.values())
+        and (shape := _one_answer(others))
+    ):
+        return DataError(
+            f"row {row}: not a pair of answers but one ({shape}); sft learns it", next=COMMANDS["train"].next
+        )
     columns = {**renames, **{name: word or "NAME" for name, word in near.items()}}
     names = ", ".join(sorted(there)[:20]) or "none"
     several = len(missing) > 1
@@ -105,6 +118,14 @@ def _no_pair(there: Fields, row: int, renames: Mapping[str, str]) -> DataError:
         f" {'are' if several else 'is'} missing; fields: {names}",
         next="--columns " + ",".join(f"{ours}={column}" for ours, column in columns.items()),
     )
+
+
+def _one_answer(fields: Sequence[str]) -> str:
+    """The fields that sft reads, if there is none beside them that could be another answer; else ""."""
+    for needed, _ in SHAPES.values():
+        if set(needed) <= set(fields) <= {*needed, *_BESIDE}:
+            return ", ".join(needed)
+    return ""
 
 
 def _pair(fields: Fields, row: int) -> Judged:

@@ -98,15 +98,16 @@ def _refuse_other_training(fields: Fields, row: int) -> None:
     if fields.get("chosen") is not None and fields.get("rejected") is not None:
         taught = "messages" if isinstance(fields["chosen"], list) and "prompt" not in fields else "completion"
         raise OtherTraining(
-            f"row {row}: a pair of answers (chosen, rejected); {COMMANDS['dpo'].next} compares them",
-            next=f"--columns {taught}=chosen",
+            f"row {row}: a pair of answers (chosen, rejected); prefer compares them"
+            f" (sft learns one: --columns {taught}=chosen)",
+            next=COMMANDS["dpo"].next,
             answers="pairs",
         )
     if "completion" in fields and str(label).lower() in LABELS:
         raise OtherTraining(
-            f"row {row}: an answer with a label (completion, label: KTO);"
-            f" {COMMANDS['kto'].next} learns from them",
-            next="keep the rows whose label is true (1), and remove the label",
+            f"row {row}: an answer with a label (completion, label); prefer learns from them by KTO"
+            " (sft: keep the good rows, without label)",
+            next=COMMANDS["kto"].next,
             answers="labels",
         )
     if fields.get("completions") is not None and fields.get("labels") is not None:
