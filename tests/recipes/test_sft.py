@@ -240,7 +240,7 @@ def test_bad_rows_are_skipped_counted_and_never_sampled(capsys, tmp_path, read_e
     before = [event for event in read_events(run, "sample") if event["when"] == "before"]
     assert [event["prompt"] for event in before].count("Who are you?") == 1  # though two rows ask it
     assert "bad rows skipped" in (run / "report.html").read_text()
-    assert "next: unfreeze chat" in error and "--for vllm" in error
+    assert "next: unfreeze chat" in error and "--for peft" in error
     resolved = json.loads((run / "resolved_config.json").read_text())
     assert (
         resolved["effective"]["sequence_length"] == 256
