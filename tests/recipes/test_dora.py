@@ -83,7 +83,7 @@ def test_a_run_that_goes_on_equals_one_that_was_not_interrupted(kind, base, rows
     # a changed start or kind is another run
     sft(*[word for word in cut if word not in KINDS[kind]], "--steps", 4, code=2)
     error = capsys.readouterr().err
-    assert ("lora.start" if kind == "pissa" else "lora.dora") in error and "another folder" in error
+    assert ("lora.start" if kind == "pissa" else "lora.dora") in error and "for a new run" in error
 
     # the receipt, and what the plan counted
     plan = json.loads((tmp_path / "whole/plan.json").read_text())

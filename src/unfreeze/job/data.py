@@ -251,10 +251,10 @@ def _refuse_all_cut(stats: Stats, length: int, most: int, parts: int) -> None:
     most: length that the user and the model allow. parts: documents of the limit's length in a step.
     """
     all_cut = stats.truncated > 0 and stats.truncated + stats.dropped == stats.rows - stats.bad
-    if not all_cut or length >= most or "text" in stats.shapes:
-        return
     reasons = " ".join(item.reason for item in (*stats.cuts, *stats.listed))
-    longest = max(map(int, re.findall(r"(?:of|row has) (\d+)", reasons)))
+    longest = max(map(int, re.findall(r"(?:of|row has) (\d+)", reasons)), default=0)
+    if not all_cut or not longest or length >= most or "text" in stats.shapes:
+        return
     raise DataError(
         f"no row fits in {length:,} tokens (longest {longest:,}), so each would lose its end",
         next=f"--tokens-per-step {min(longest, most) * parts}",

@@ -113,6 +113,8 @@ def _watch(pid: int, asking: int, limits: Limits, confined: Confined, folder: st
                 os._exit(1)
             if ended == pid:
                 end()  # what it left behind
+                if any(fd == asking for fd, _ in hears.poll(0)):  # it may see that the parent is gone first
+                    _remove(folder)
                 os._exit(_code(status))
             if not ended:
                 break
