@@ -107,7 +107,7 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
     if better := of_an_earlier_step(run):
         say(common)(better)
     if source.adapter is None:
-        as_it_is = Hint("it is a whole model", f"use {source.base} directly")
+        as_it_is = Hint("it is a whole model", f"unfreeze chat {source.base}")
         quantize = f"unfreeze quantize {run} --to int4 --out DIR"
         dense = config.to == "int4" and manifest.scheme() is None
         hint = Hint("quantize takes a whole model", quantize) if dense else as_it_is
