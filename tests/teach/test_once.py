@@ -1,10 +1,13 @@
 """Answers asked for by several workers."""
 
+import threading
 import time
+
+import pytest
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.teach.answers import Answer
-from unfreeze.teach.once import Kept
+from unfreeze.teach.once import Kept, read_kept
 
 
 def test_workers_are_never_further_ahead_than_at_once(tmp_path):
@@ -43,3 +46,24 @@ def test_workers_that_run_in_this_thread_come_to_an_end(tmp_path):
 
 def _here(work) -> None:
     work()
+
+
+def test_ctrl_c_while_a_worker_starts_leaves_none_behind(tmp_path):
+    """It comes after the thread runs, and before its start has returned: the answer is paid for."""
+    asked = threading.Event()
+
+    def ask(row):
+        asked.set()
+        time.sleep(0.2)
+        return Answer("yes", "stop")
+
+    def interrupted(work):
+        threading.Thread(target=work, daemon=True).start()
+        assert asked.wait(5)
+        raise KeyboardInterrupt
+
+    kept = Kept(ask, str, tmp_path / "kept.jsonl", at_once=2, start=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kept(["a", "b"], lambda come: False)
+    kept.wait()
+    assert list(kept.known) == ["a"] and len(read_kept(tmp_path / "kept.jsonl")) == 1

@@ -22,6 +22,7 @@ from unfreeze.teach.answers import Answer
 from unfreeze.untrusted.json_object import is_object, parse_object
 
 LISTEN = 0.2  # seconds between two questions to `leave`
+STARTS = 1.0  # seconds after which a worker that has not begun was never started
 
 Come = Answer | Exception
 Leave = Callable[[Come | None], bool]
@@ -61,7 +62,7 @@ class Kept(Generic[T]):
     ):
         self._ask, self._key, self.at_once, self._start = ask, key, at_once, start
         self._known = read_kept(path, self.noun)
-        self._working: list[threading.Thread] = []
+        self._working: list[tuple[threading.Event, threading.Event]] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file, self._lock = appending(path), threading.Lock()
 
@@ -77,8 +78,9 @@ class Kept(Generic[T]):
 
     def wait(self) -> None:
         """Wait for the requests that are under way; their answers are kept."""
-        for thread in self._working:
-            thread.join()
+        for begun, ended in self._working:
+            if begun.wait(STARTS):
+                ended.wait()
 
     def __call__(self, rows: Sequence[T], leave: Leave) -> list[Come | None]:
         """Return the answer or the error of each request; None for those that `leave` left."""
@@ -118,10 +120,19 @@ class Kept(Generic[T]):
         return [self._known.get(key) or errors.get(key) for key in keys]
 
     def _begin(self, work: Callable[[], None]) -> None:
-        begun = self._start(work)
-        self._working = [thread for thread in self._working if thread.is_alive()]
-        if begun is not None:
-            self._working.append(begun)
+        """Start a worker, listed before it runs: after Ctrl-C at any moment `wait` knows of it."""
+        begun, ended = threading.Event(), threading.Event()
+        self._working = [each for each in self._working if not each[1].is_set()]
+        self._working.append((begun, ended))
+
+        def noted() -> None:
+            begun.set()
+            try:
+                work()
+            finally:
+                ended.set()
+
+        self._start(noted)
 
     def _one(self, key: str, row: T) -> Come:
         """Ask, and keep the answer."""
