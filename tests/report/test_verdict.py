@@ -375,8 +375,13 @@ RISES = [*[2] * 10, *[2.2] * 30]
 @pytest.mark.parametrize(
     "losses, fields, remedy",
     [
-        ((2.705, 5.1, 8.584), {"optimizer.learning_rate": 2}, "2 is too high. Try --learning-rate 0.0002."),
-        ((2, 3, 3, 4), {"optimizer.learning_rate": 1e-4}, "0.0001 is too high. Try --learning-rate 1e-05."),
+        (
+            (2.705, 5.1, 8.584),
+            {"optimizer.learning_rate": 2},
+            "2 may be too high. Try --learning-rate 0.0002.",
+        ),
+        (RISES, {"optimizer.learning_rate": 1e-4}, "0.0001 may be too high. Try --learning-rate 1e-05."),
+        (RISES, {"optimizer.learning_rate": 1e-8}, " The training loss rose by 0.200."),
         (RISES, {"recipe": "pretrain", "optimizer.learning_rate": 1}, "Try --learning-rate 0.003."),
         (RISES, {"train": "all", "optimizer.learning_rate": 1}, f"Try --learning-rate {ALL_RATE:g}."),
         (RISES, {}, "Lower --learning-rate."),
@@ -404,6 +409,13 @@ def test_control_arm_of_a_loss_that_did_not_clearly_rise_no_rate_is_named(events
     config = {"recipe": "sft", "optimizer.learning_rate": 2}
     said = verdict(read_run(made(tmp_path, [START, DATA, RECEIPT, *events, END], config)))
     assert "rose" not in said
+
+
+@pytest.mark.parametrize("rate", [1e-8, 2e-4])
+def test_few_steps_at_a_usual_or_lower_rate_may_rise_by_the_order_of_the_rows(rate, tmp_path):
+    events = [START, DATA, RECEIPT, TEACHES_LITTLE, *train(2, 3, 4), {**END, "step": 3}]
+    said = verdict(read_run(made(tmp_path, events, {"recipe": "sft", "optimizer.learning_rate": rate})))
+    assert "rose" not in said and said.endswith("Too few steps to learn much: --epochs 40.")
 
 
 @pytest.mark.parametrize("change, proven", [(-1.5, True), (-0.001, False)])

@@ -256,7 +256,7 @@ def _refuse_all_cut(stats: Stats, length: int, most: int, parts: int) -> None:
     if not all_cut or not longest or length >= most or "text" in stats.shapes:
         return
     raise DataError(
-        f"no row fits in {length:,} tokens (longest {longest:,}), so each would lose its end",
+        f"no row fits in {length:,} tokens (one has {longest:,}), so each would lose its end",
         next=f"--tokens-per-step {min(longest, most) * parts}",
     )
 

@@ -19,6 +19,7 @@ from unfreeze.core.errors import UserError
 from unfreeze.core.schema import DataEvent, RolloutEvent
 from unfreeze.core.units import format_count, format_seconds, plural
 from unfreeze.report.events import (
+    ENOUGH_STEPS,
     FEW_STEPS,
     TEACH_LITTLE,
     evals_of,
@@ -152,9 +153,10 @@ def _too_few(run: RunFolder) -> str:
 
 
 def _rose(run: RunFolder, note: str = "") -> str:
-    """' The training loss rose by 5.879: the learning rate 2 is too high. …' if it clearly rose, else "".
+    """' The training loss rose by 5.879: the learning rate 2 may be too high. …' if it clearly rose, else "".
 
-    note: of the evidence; one that already names the rate is enough.
+    In few steps at the usual rate or below, the order of the rows explains a rise: "". A far lower rate is not
+    named. note: of the evidence; one that already names the rate is enough.
     """
     ends = risen(run)
     if ends is None or "--learning-rate" in note:
@@ -163,8 +165,12 @@ def _rose(run: RunFolder, note: str = "") -> str:
     if rate is None:
         return f"{rise}. Lower --learning-rate."
     usual = _usual_rate(run)
+    if run.steps_done < ENOUGH_STEPS and rate <= usual:
+        return ""
+    if rate < usual / 10:
+        return f"{rise}."
     lower = usual if usual < rate else rate / 10
-    return f"{rise}: the learning rate {rate:g} is too high. Try --learning-rate {lower:g}."
+    return f"{rise}: the learning rate {rate:g} may be too high. Try --learning-rate {lower:g}."
 
 
 def _usual_rate(run: RunFolder) -> float:
