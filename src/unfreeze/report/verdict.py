@@ -155,8 +155,8 @@ def _too_few(run: RunFolder) -> str:
 def _rose(run: RunFolder, note: str = "") -> str:
     """' The training loss rose by 5.879: the learning rate 2 may be too high. …' if it clearly rose, else "".
 
-    In few steps at the usual rate or below, the order of the rows explains a rise: "". A far lower rate is not
-    named. note: of the evidence; one that already names the rate is enough.
+    Of few steps at the usual rate or below it is "", as the order of the rows explains a rise. A rate far
+    below the usual is not named. note: of the evidence; one that already names the rate is enough.
     """
     ends = risen(run)
     if ends is None or "--learning-rate" in note:
